@@ -1,0 +1,121 @@
+"""A route: one way to compute an operator, and what it can serve. An operator: spec plus routes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core import archs
+from fastkernels.core.device import DeviceInfo
+from fastkernels.core.problem import ProblemKey
+from fastkernels.core.spec import OpSpec
+
+ANY_DEVICE: tuple[str, ...] = ("any",)
+
+
+class Decline(NamedTuple):
+    """Why a route does not serve a problem: one sentence for the user."""
+
+    reason: str
+
+
+def _no_objection(key: ProblemKey, device: DeviceInfo, config: Any) -> Decline | None:
+    return None
+
+
+def _no_workspace(axes: Mapping[str, int], config: Any) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation of an operator.
+
+    `default_config` is an instance of a frozen dataclass; its fields are the knobs, spelled as in
+    tables and kernels. `candidates` lists the values a tuner may try for each knob.
+    `supports(key, device, config)` gives a Decline where the route cannot serve a problem of its
+    architectures; upper limits of variable axes go into `max_axes` instead, so that a workspace
+    bound stays monotone. `launch(inputs, outputs, workspace, config)` fills `outputs`.
+    `prepare(key, config)` loads or compiles what a launch needs; a route that has one cannot be
+    first seen inside a graph capture. `workspace_bytes(axes, config)` must not decrease in any
+    variable axis.
+    """
+
+    name: str
+    language: str
+    archs: tuple[str, ...]
+    default_config: Any
+    launch: Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor | None, Any], None]
+    candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None] = _no_objection
+    max_axes: Mapping[str, int] = field(default_factory=dict)
+    workspace_bytes: Callable[[Mapping[str, int], Any], int] = _no_workspace
+    prepare: Callable[[ProblemKey, Any], None] | None = None
+
+    def declines(self, key: ProblemKey, config: Any) -> Decline | None:
+        """Why this route does not serve `key` with `config`; None if it does."""
+        if self.archs != ANY_DEVICE and key.device.arch not in self.archs:
+            return Decline(f"needs {' or '.join(self.archs)}, this device is {_name(key.device)}")
+        for name, limit in self.max_axes.items():
+            if key.axis(name) > limit:
+                return Decline(f"serves {name} <= {limit}, got {key.axis(name)}")
+        return self.supports(key, key.device, config)
+
+    def make_config(self, knobs: Mapping[str, Any]) -> Any:
+        """The config that a table names. Raises ValueError on a missing, unknown or ill-typed knob."""
+        fields = {f.name: f for f in dataclasses.fields(self.default_config)}
+        unknown = sorted(set(knobs) - set(fields))
+        if unknown:
+            raise ValueError(f"route {self.name!r} has no knob {unknown[0]!r}")
+        for name in fields:
+            if name not in knobs:
+                raise ValueError(f"route {self.name!r} needs a value for knob {name!r}")
+            expected = type(getattr(self.default_config, name))
+            if type(knobs[name]) is not expected:
+                raise ValueError(
+                    f"knob {name!r} of route {self.name!r} is {knobs[name]!r}, "
+                    f"expected {expected.__name__}"
+                )
+        return type(self.default_config)(**knobs)
+
+    def workspace_bound(self, key: ProblemKey, config: Any) -> int:
+        """Scratch bytes for `key`, sizes beyond `max_axes` counting as the largest served ones."""
+        axes = {n: min(size, self.max_axes.get(n, size)) for n, size in key.axes}
+        if self.declines(key._replace(axes=tuple(axes.items())), config) is not None:
+            return 0
+        return self.workspace_bytes(axes, config)
+
+
+def _name(device: DeviceInfo) -> str:
+    if device.is_gpu and device.arch not in archs.ARCHS:
+        known = ", ".join(archs.ARCHS)
+        return f"{device.arch} ({device.product}; kernels are built for {known})"
+    return device.arch
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What the catalog lists: a spec, its routes with the safe one last, and the public function."""
+
+    spec: OpSpec
+    routes: tuple[Route, ...]
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        assert len({route.name for route in self.routes}) == len(self.routes)
+        assert self.safe_route.archs == ANY_DEVICE
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def safe_route(self) -> Route:
+        return self.routes[-1]
+
+    def route(self, name: str) -> Route | None:
+        return next((route for route in self.routes if route.name == name), None)

@@ -1,0 +1,82 @@
+"""Every environment variable that fastkernels reads, and its logger.
+
+Variables are read when they are needed, never at import, so that a program may set them late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+TABLES = "FASTKERNELS_TABLES"
+"""Folder with dispatch tables that come before the user's and the shipped ones."""
+
+CHECK = "FASTKERNELS_CHECK"
+"""`values`: also check values on the device (index ranges, offsets); costs a synchronisation."""
+
+STRICT = "FASTKERNELS_STRICT"
+"""`1`: a call that no table regime serves raises FallbackError instead of falling back."""
+
+LOG = "FASTKERNELS_LOG"
+"""Log level by name (`DEBUG`, `INFO`, `WARNING`, ...); unset leaves it to the application."""
+
+NO_CUDA = "FASTKERNELS_NO_CUDA"
+"""`1` at build time: build without the compiled library (read by setup.py)."""
+
+
+def tables_folder() -> Path | None:
+    value = os.environ.get(TABLES)
+    return Path(value).expanduser() if value else None
+
+
+def user_tables_folder() -> Path | None:
+    """The user's own tables, `$XDG_DATA_HOME/fastkernels/tables`; None for a user without a home."""
+    data = os.environ.get("XDG_DATA_HOME")
+    if data:
+        return Path(data) / "fastkernels" / "tables"
+    try:
+        return Path.home() / ".local" / "share" / "fastkernels" / "tables"
+    except RuntimeError:  # an unmapped uid in a container has neither HOME nor a passwd entry
+        return None
+
+
+def check_values() -> bool:
+    value = os.environ.get(CHECK)
+    if not value or value == "metadata":
+        return False
+    if value == "values":
+        return True
+    raise ValueError(f"{CHECK} is {value!r}, expected 'values' or 'metadata'")
+
+
+def strict() -> bool:
+    return os.environ.get(STRICT, "0") not in ("", "0")
+
+
+_seen: set[object] = set()
+_logger: logging.Logger | None = None
+
+
+def logger() -> logging.Logger:
+    global _logger
+    if _logger is None:
+        log = logging.getLogger("fastkernels")
+        level = os.environ.get(LOG)
+        if level:
+            if not isinstance(logging.getLevelName(level.upper()), int):
+                raise ValueError(f"{LOG} is {level!r}, expected a level such as DEBUG or WARNING")
+            log.setLevel(level.upper())
+            if not log.hasHandlers():
+                handler = logging.StreamHandler()
+                handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+                log.addHandler(handler)
+        _logger = log
+    return _logger
+
+
+def log_once(level: int, key: object, message: str) -> None:
+    """Log `message` the first time this process sees `key`."""
+    if key not in _seen:
+        _seen.add(key)
+        logger().log(level, message)

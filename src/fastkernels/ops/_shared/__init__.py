@@ -1,0 +1,1 @@
+"""Math, checks and test inputs that at least two operators need."""

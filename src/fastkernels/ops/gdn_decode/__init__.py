@@ -1,0 +1,1 @@
+"""gdn_decode: one gated-delta-rule step per sequence."""
