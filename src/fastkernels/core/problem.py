@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core.device import DeviceInfo, device_info
-from fastkernels.core.spec import OpSpec, ScalarSpec, TensorSpec
+from fastkernels.core.spec import Axis, OpSpec, ScalarSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
 WORKSPACE_ALIGNMENT = 256
@@ -56,6 +56,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@cache
+def _dtypes(names: tuple[str, ...]) -> frozenset[torch.dtype]:
+    return frozenset(torch_dtype(name) for name in names)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -84,7 +89,7 @@ def key_from_axes(
     Raises ArgumentError on an unknown or missing axis, a value that the spec does not accept, or an
     unknown mode.
     """
-    sizes = {**spec.constants, **axes}
+    sizes = {axis.name: axis.value for axis in spec.axes if axis.value is not None} | dict(axes)
     for name, size in sizes.items():
         if name not in spec.axis:
             raise ArgumentError(
@@ -131,6 +136,8 @@ def check_inputs(
         value = getattr(inputs, argument.name)
         if isinstance(argument, ScalarSpec):
             _check_scalar(spec.name, argument, value)
+            if argument.name in spec.axis:  # an option that is a size, as topk is
+                axes[argument.name], blame[argument.name] = value, argument.name
             continue
         if value is None and argument.optional:
             continue
@@ -149,6 +156,7 @@ def check_inputs(
             if name not in axes and (axis is None or axis.derived is None):
                 axes[name] = size
                 blame[name] = argument.name
+    _bind_bases(spec, given, axes, blame)
     for axis in spec.axes:
         if axis.name not in axes and axis.value is not None:
             axes[axis.name] = axis.value
@@ -158,7 +166,27 @@ def check_inputs(
     _check_axes(spec, axes, blame)
     for argument, shape, value in given:
         _check_shape(spec, argument, shape, value, axes)
+        _check_strides(spec, argument, shape, value)
     return axes
+
+
+def _bind_bases(
+    spec: OpSpec,
+    given: Sequence[tuple[TensorSpec, tuple[str, ...], torch.Tensor]],
+    axes: dict[str, int],
+    blame: dict[str, str],
+) -> None:
+    """Sizes that no tensor names, from derived axes that one does (num_seqs from cu_seqlens)."""
+    for axis in spec.axes:
+        if axis.derived is None or axis.derived.axis in axes:
+            continue
+        for argument, shape, value in given:
+            if axis.name in shape:
+                base = axis.derived.base(value.shape[shape.index(axis.name)])
+                if base is not None:
+                    axes[axis.derived.axis] = base
+                    blame[axis.derived.axis] = argument.name
+                break
 
 
 def _check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], value: Any) -> None:
@@ -170,7 +198,7 @@ def _check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], va
             f"{spec.name}: {argument.name!r} requires grad, expected no gradient: fastkernels is "
             "inference only; call it under torch.inference_mode() or torch.no_grad()"
         )
-    if dtype_name(value.dtype) not in argument.dtypes:
+    if value.dtype not in _dtypes(argument.dtypes):
         raise ArgumentError(
             f"{spec.name}: {argument.name!r} is {dtype_name(value.dtype)}, "
             f"expected {' or '.join(argument.dtypes)}" + _hint(argument)
@@ -184,20 +212,20 @@ def _check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], va
             f"{spec.name}: {argument.name!r} has shape {tuple(value.shape)}, expected "
             f"{len(shape)} axes ({', '.join(shape)})" + _hint(argument)
         )
-    if argument.dense and value.numel():
-        _check_strides(spec.name, argument.name, argument.dense, shape, value)
 
 
 def _check_strides(
-    op: str, name: str, dense: int, shape: Sequence[str], value: torch.Tensor
+    spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], value: torch.Tensor
 ) -> None:
+    if not argument.dense or value.is_contiguous() or not value.numel():
+        return
     expected = 1
-    for position in range(len(shape) - 1, len(shape) - 1 - dense, -1):
+    for position in range(len(shape) - 1, len(shape) - 1 - argument.dense, -1):
         size = value.shape[position]
         if size > 1 and value.stride(position) != expected:
             raise ArgumentError(
-                f"{op}: {name!r} has strides {tuple(value.stride())}, expected the last {dense} of "
-                f"({', '.join(shape)}) to be contiguous; it is never copied in secret"
+                f"{spec.name}: {argument.name!r} has strides {tuple(value.stride())}, expected "
+                f"contiguous ({', '.join(shape[-argument.dense :])}); it is never copied in secret"
             )
         expected *= size
 
@@ -209,22 +237,24 @@ def _check_shape(
     value: torch.Tensor,
     axes: Mapping[str, int],
 ) -> None:
-    if all(size == axes[name] for name, size in zip(shape, value.shape, strict=True)):
+    if tuple([axes[name] for name in shape]) == value.shape:
         return
     expected = ", ".join(f"{name}={axes[name]}" for name in shape)
     raise ArgumentError(
         f"{spec.name}: {argument.name!r} has shape {tuple(value.shape)}, expected ({expected})"
-        + _hint(argument)
     )
 
 
 def _check_axes(spec: OpSpec, axes: Mapping[str, int], blame: Mapping[str, str]) -> None:
-    for axis in spec.key_axes:
+    for axis in spec.axes:
+        if axis.derived is not None:
+            continue
         size = axes[axis.name]
         if not axis.accepts(size):
             culprit = f"{blame[axis.name]!r} has" if axis.name in blame else "got"
             raise ArgumentError(
                 f"{spec.name}: {culprit} {axis.name}={size}, expected {axis.accepted()}"
+                + _hint(axis)
             )
     for constraint in spec.constraints:
         if not constraint.holds(axes):
@@ -237,6 +267,11 @@ def _check_axes(spec: OpSpec, axes: Mapping[str, int], blame: Mapping[str, str])
 
 def _check_scalar(op: str, argument: ScalarSpec, value: Any) -> None:
     if value is None and argument.optional:
+        return
+    if argument.kind == "choice":
+        if not any(value is c or (type(value) is type(c) and value == c) for c in argument.choices):
+            expected = " or ".join(repr(choice) for choice in argument.choices)
+            raise ArgumentError(f"{op}: {argument.name!r} is {value!r}, expected {expected}")
         return
     if argument.kind == "bool":
         legal = isinstance(value, bool)
@@ -252,8 +287,8 @@ def _check_scalar(op: str, argument: ScalarSpec, value: Any) -> None:
         )
 
 
-def _hint(argument: TensorSpec) -> str:
-    return f"; {argument.hint}" if argument.hint else ""
+def _hint(described: TensorSpec | Axis) -> str:
+    return f"; {described.hint}" if described.hint else ""
 
 
 # ---- outputs and workspace ----------------------------------------------------------------------
@@ -303,6 +338,7 @@ def prepare_outputs(
                 f"{spec.name}: out {output.name!r} is on {tensor.device}, expected {device}"
             )
         _check_shape(spec, output, output.shape, tensor, axes)
+        _check_strides(spec, output, output.shape, tensor)
         if overlaps_itself(tensor):
             raise ArgumentError(
                 f"{spec.name}: out {output.name!r} has strides {tuple(tensor.stride())}, expected "
@@ -376,7 +412,7 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share memory.
 
     Exact for tensors whose byte ranges are apart and for rows of one buffer side by side (slices of
-    a fused projection); interleavings beyond that count as overlap.
+    a fused projection); other interleavings count as overlap.
     """
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
@@ -384,23 +420,26 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
     b_start, b_end = _byte_range(b)
     if a_end <= b_start or b_end <= a_start:
         return False
-    pitch = _row_pitch(a)
-    if pitch is None or pitch != _row_pitch(b):
-        return True
-    a_row, b_row = (_byte_range(t.select(_outer_axis(t), 0)) for t in (a, b))
-    shift = (b_row[0] - a_row[0]) % pitch  # where b's row begins, seen from a's, within one pitch
-    return not (shift >= a_row[1] - a_row[0] and shift + (b_row[1] - b_row[0]) <= pitch)
+    for pitch in {stride * a.element_size() for stride in a.stride() if stride}:
+        a_window, b_window = _window(a, pitch), _window(b, pitch)
+        if a_window is None or b_window is None:
+            continue
+        shift = (b_start - a_start) % pitch
+        if a_window <= shift and shift + b_window <= pitch:
+            return False
+    return True
 
 
-def _outer_axis(tensor: torch.Tensor) -> int:
-    return max(range(tensor.dim()), key=lambda i: tensor.stride(i) if tensor.shape[i] > 1 else -1)
-
-
-def _row_pitch(tensor: torch.Tensor) -> int | None:
-    """Bytes between neighbours along the axis with the largest stride."""
-    if tensor.dim() == 0 or tensor.numel() == 1:
-        return None
-    return tensor.stride(_outer_axis(tensor)) * tensor.element_size()
+def _window(tensor: torch.Tensor, pitch: int) -> int | None:
+    """Bytes `w` such that every address lies in `[start, start + w)` modulo `pitch`, if there are."""
+    window = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        step = stride * tensor.element_size()
+        if size > 1 and step < pitch:
+            window += (size - 1) * step
+        elif size > 1 and step % pitch:
+            return None
+    return window
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,10 @@ class Derived:
     def value(self, axes: Mapping[str, int]) -> int:
         return axes[self.axis] * self.mul // self.div + self.add
 
+    def base(self, size: int) -> int | None:
+        """The size of `axis` that gives `size`; None where several do."""
+        return max(size - self.add, 0) if self.mul == self.div else None
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -33,7 +37,8 @@ class Axis:
 
     `value` is the definition's constant, None for a variable axis. A constant axis takes other
     values only if `is_open`; `at_least`, `at_most` and `multiple_of` bound what is accepted.
-    Derived axes are checked, but are no part of a problem key or a table.
+    Derived axes are checked, but are no part of a problem key or a table. `hint` ends the error
+    message about a size that is not accepted.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Axis:
     at_most: int | None = None
     multiple_of: int = 1
     derived: Derived | None = None
+    hint: str = ""
 
     @property
     def is_variable(self) -> bool:
@@ -74,7 +80,7 @@ class TensorSpec:
 
     `shape` names axes. `dtypes` are all accepted ones, the definition's first. The last `dense` axes
     must be contiguous among themselves; strides of the others are free. `hint` ends the error
-    message about a wrong dtype or shape.
+    message about a wrong dtype or rank.
     """
 
     name: str
@@ -88,13 +94,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A Python number argument: `kind` is `float`, `int` or `bool`."""
+    """An argument that is no tensor: `kind` is `float`, `int`, `bool`, or `choice` among `choices`."""
 
     name: str
     kind: str
     optional: bool = False
     default: Any = None
     doc: str = ""
+    choices: tuple[int | str, ...] = ()
 
 
 ArgumentSpec = TensorSpec | ScalarSpec
@@ -126,8 +133,9 @@ class Tolerance:
 class OpSpec:
     """One operator. `inputs` are positional in the definition's order; `options` are keyword-only.
 
-    `modes` are the forms of a call that tables distinguish. `revision` counts changes of meaning
-    that no other field shows.
+    `modes` are the forms of a call that tables distinguish. `updated` names the argument that a call
+    overwrites if one of `update_options` is given. `revision` counts changes of meaning that no other
+    field shows.
     """
 
     name: str
@@ -139,6 +147,8 @@ class OpSpec:
     constraints: tuple[Constraint, ...] = ()
     tolerances: tuple[Tolerance, ...] = ()
     modes: tuple[str, ...] = ("default",)
+    updated: str = ""
+    update_options: tuple[str, ...] = ()
     revision: int = 1
 
     @cached_property
@@ -147,16 +157,17 @@ class OpSpec:
 
     @cached_property
     def key_axes(self) -> tuple[Axis, ...]:
-        """Axes that identify a problem: variable ones and constants, not derived ones."""
-        return tuple(axis for axis in self.axes if axis.derived is None)
+        """Axes that identify a problem: all that can differ between two legal calls on their own."""
+        return tuple(a for a in self.axes if a.derived is None and (a.is_variable or a.is_open))
 
     @cached_property
     def variable_axes(self) -> tuple[str, ...]:
+        """The key axes without a value in the definition."""
         return tuple(axis.name for axis in self.axes if axis.is_variable)
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """The definition's value of every constant key axis."""
+        """The definition's value of every constant axis that is open to others."""
         return {axis.name: axis.value for axis in self.key_axes if axis.value is not None}
 
     @cached_property

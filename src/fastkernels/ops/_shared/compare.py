@@ -75,6 +75,27 @@ def relative_rows(
     )
 
 
+def unchanged(output: str, got: torch.Tensor, want: torch.Tensor, rows: torch.Tensor) -> Error:
+    """The number of elements that differ from `want` in the first axis' `rows` (bool): none may."""
+    rows = rows.nonzero()[:, 0]
+    got_rows = got.detach().cpu().index_select(0, rows).to(want.dtype)
+    want_rows = want.index_select(0, rows)
+    differ = (got_rows != want_rows) & ~(got_rows.isnan() & want_rows.isnan())
+    if not differ.any():
+        return Error(output, "changed elements", 0.0, 0.0)
+    row, *column = _unravel(int(differ.reshape(-1).to(torch.int8).argmax()), tuple(differ.shape))
+    place = (row, *column)
+    return Error(
+        output,
+        "changed elements",
+        float(differ.sum()),
+        0.0,
+        (int(rows[row]), *column),
+        f"{float(got_rows[place]):.6g}",
+        f"{float(want_rows[place]):.6g}",
+    )
+
+
 def absolute(
     tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor
 ) -> Error:

@@ -14,6 +14,7 @@ from fastkernels.core.spec import OpSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
 MODES = ("functional", "inplace", "pool")
+UPDATE_OPTIONS = ("read_indices", "write_indices", "inplace")
 
 POOL_STATE = ("num_slots", "num_v_heads", "head_size", "head_size")
 STATE_HINT = (

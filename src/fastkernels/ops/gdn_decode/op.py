@@ -48,8 +48,9 @@ def gdn_decode(
     """
     inputs = Inputs(q, k, v, state, A_log, a, dt_bias, b, scale, read_indices, write_indices, inplace)
     if torch.compiler.is_compiling():
-        return torch_ops.call_gdn(SPEC, inputs, out, workspace)
-    output, new_state = dispatch.run(OPERATOR, bind(inputs, out, workspace))
+        output, new_state = torch_ops.call(SPEC, inputs, out, workspace)
+    else:
+        output, new_state = dispatch.run(OPERATOR, bind(inputs, out, workspace))
     return output, new_state
 
 

@@ -4,7 +4,7 @@ any head counts with num_v_heads a multiple of num_q_heads, any head size, a sta
 from __future__ import annotations
 
 from fastkernels.core.spec import Axis, Constraint, Derived, OpSpec, ScalarSpec, TensorSpec, Tolerance
-from fastkernels.ops._shared.gdn import MODES, STATE_HINT, pool_options
+from fastkernels.ops._shared.gdn import MODES, STATE_HINT, UPDATE_OPTIONS, pool_options
 
 _ONE_TOKEN = "several tokens per decode call are not supported yet; use gdn_prefill"
 
@@ -13,14 +13,14 @@ SPEC = OpSpec(
     definition="gdn_decode_qk4_v8_d128_k_last",
     axes=(
         Axis("batch_size", "sequences decoded in this call"),
-        Axis("seq_len", "tokens per sequence", value=1),
+        Axis("seq_len", "tokens per sequence", value=1, hint=_ONE_TOKEN),
         Axis("num_q_heads", "query heads", value=4, is_open=True, at_least=1),
         Axis("num_k_heads", "key heads", derived=Derived("num_q_heads")),
         Axis("num_v_heads", "value heads", value=8, is_open=True, at_least=1),
         Axis("head_size", "K and V", value=128, is_open=True, at_least=1),
     ),
     inputs=(
-        TensorSpec("q", ("batch_size", "seq_len", "num_q_heads", "head_size"), ("bfloat16",), hint=_ONE_TOKEN),
+        TensorSpec("q", ("batch_size", "seq_len", "num_q_heads", "head_size"), ("bfloat16",)),
         TensorSpec("k", ("batch_size", "seq_len", "num_k_heads", "head_size"), ("bfloat16",)),
         TensorSpec("v", ("batch_size", "seq_len", "num_v_heads", "head_size"), ("bfloat16",)),
         TensorSpec(
@@ -54,4 +54,6 @@ SPEC = OpSpec(
         Tolerance("new_state", "rel_frobenius", 1e-5),
     ),
     modes=MODES,
+    updated="state",
+    update_options=UPDATE_OPTIONS,
 )

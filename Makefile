@@ -1,0 +1,68 @@
+# `make` lists the targets. Set-up happens in .venv and is repeated when pyproject.toml changes.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Warnings of pip about its own configuration are not ours to show; errors are.
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+# The CPU build where the package index or a wheel folder known to pip offers one. NumPy: torch warns
+# at import without it.
+CPU_TORCH := torch==2.13.0
+# Tests that need neither a GPU, nor a CUDA toolchain, nor a service.
+CPU_TESTS := not (gpu or sm90 or sm100 or multigpu)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@echo 'make demo    install into $(VENV) and show every operator at work'
+	@echo 'make test    every test that needs no GPU and no CUDA toolchain'
+	@echo 'make lint    style, types and import contracts'
+	@echo 'make format  bring the sources into form'
+	@echo 'make clean   remove what was built; $(VENV) too'
+
+demo: $(VENV)/.package
+	@$(BIN)/fastkernels demo
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests dispatch_tables -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.package: pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and \
+	    f"$(PYTHON) is Python {v[0]}.{v[1]}, expected 3.10 or newer: make PYTHON=python3.12 ...")'
+	@if ! nvidia-smi > /dev/null 2>&1; then \
+	    torch='$(CPU_TORCH)'; options=; \
+	elif $(PYTHON) -c 'import torch; v = torch.__version__.split(".")[:2]; \
+	    assert torch.version.cuda and tuple(map(int, v)) >= (2, 10)' 2> /dev/null; then \
+	    torch=; options=--system-site-packages; \
+	else \
+	    torch='torch>=2.10'; options=; \
+	fi; \
+	if [ ! -x $(BIN)/python ]; then \
+	    echo "creating $(VENV)"; $(PYTHON) -m venv $$options $(VENV); \
+	fi; \
+	if [ -n "$$torch" ]; then echo "installing $$torch (about a minute)"; $(PIP) "$$torch" numpy; fi
+	@echo 'installing fastkernels'
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.package
+	@echo 'installing the development tools'
+	@$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Dispatch tables as package data, installed as `fastkernels._tables`."""

@@ -1,0 +1,154 @@
+"""The `fastkernels` command: demo, explain, doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import fastkernels
+from fastkernels import catalog, demo, doctor
+from fastkernels.core.device import named_device
+from fastkernels.errors import FastkernelsError
+from fastkernels.testing.record import Measurement, environment
+
+_WRONG = 1
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fastkernels.__version__, prog_name="fastkernels")
+def main() -> None:
+    """Fast operators of DeepSeek-V3.2 and Qwen3-Next for PyTorch inference."""
+
+
+@main.command("demo")
+@click.option("--op", "names", multiple=True, help="Only this operator (repeatable).")
+@click.option("--device", default=None, help="cpu or cuda[:N]; default: the GPU where there is one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> None:
+    """Run contest workloads of every operator and judge each against its oracle.
+
+    Per operator the smallest, the median and the largest workload that fits this machine, at real
+    shapes with seeded inputs. Exit status 1 if any result is wrong.
+    """
+    try:
+        operators = tuple(catalog.operator(name) for name in names) or catalog.OPERATORS
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        named_device(target)
+    except (FastkernelsError, RuntimeError) as error:
+        raise click.UsageError(str(error)) from None
+    work = demo.plan(operators, target)
+    rows: list[Measurement] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(work))
+        for operator, case in work:
+
+            def show(what: str, name: str = f"{operator.name} {case.name}") -> None:
+                progress.update(task, description=f"{name}: {what}")
+
+            rows.append(demo.measure(operator, case, target, show))
+            progress.advance(task)
+    if as_json:
+        document = {"environment": environment(str(target)), "rows": [row.to_dict() for row in rows]}
+        click.echo(json.dumps(document, indent=1))
+    else:
+        _print_demo(rows, str(target))
+    sys.exit(0 if all(row.ok for row in rows) else _WRONG)
+
+
+def _print_demo(rows: list[Measurement], device: str) -> None:
+    facts = environment(device)
+    table = Table(
+        title=f"fastkernels {facts['fastkernels']} on {facts['device']}, torch {facts['torch']}",
+        caption="error: the one nearest its limit, against the float64 oracle (MoE: float32)",
+    )
+    for name, justify in (
+        ("operator", "left"),
+        ("shape", "left"),
+        ("route", "left"),
+        ("time", "right"),
+        ("error", "right"),
+        ("limit", "right"),
+        ("verdict", "left"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        operator = catalog.operator(row.op)
+        shape = " ".join(f"{name}={row.axes[name]}" for name in operator.spec.variable_axes)
+        worst = max(row.errors, key=lambda e: e["value"] / e["limit"] if e["limit"] else e["value"])
+        verdict = "[green]ok[/]" if row.ok else "[bold red]WRONG[/]"
+        table.add_row(
+            row.op,
+            shape,
+            row.route,
+            _duration(row.timing.median_us),
+            f"{worst['value']:.2g}",
+            f"{worst['limit']:.2g}",
+            verdict,
+        )
+    console = Console()
+    console.print(table)
+    for reason in dict.fromkeys(row.reason for row in rows):
+        console.print(f"why this route: {reason}", highlight=False)
+    console.print(f"{sum(row.ok for row in rows)} of {len(rows)} workloads right", highlight=False)
+
+
+def _duration(us: float) -> str:
+    for unit, factor in (("us", 1.0), ("ms", 1e3)):
+        if us < 1000 * factor:
+            return f"{us / factor:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"
+
+
+@main.command("explain")
+@click.argument("op")
+@click.option("--axis", "axes", multiple=True, metavar="NAME=SIZE", help="An axis of the definition.")
+@click.option("--mode", default=None, help="Form of the call, e.g. inplace or pool.")
+@click.option("--device", default=None, help="h200, b200, cpu, or a torch device; need not be present.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain_command(
+    op: str, axes: tuple[str, ...], mode: str | None, device: str | None, as_json: bool
+) -> None:
+    """Say which route serves a problem, from which table and regime, and why no other does."""
+    sizes: dict[str, int] = {}
+    for text in axes:
+        name, _, size = text.partition("=")
+        if not name.isidentifier() or not size.isdecimal():
+            raise click.UsageError(f"--axis {text!r}, expected NAME=SIZE such as batch_size=8")
+        sizes[name] = int(size)
+    try:
+        explanation = fastkernels.explain(op, device=device, mode=mode, **sizes)
+    except FastkernelsError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(json.dumps(explanation.to_dict(), indent=1) if as_json else str(explanation))
+
+
+@main.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor_command(as_json: bool) -> None:
+    """Say what was found on this machine and what each missing piece costs.
+
+    Exit status 1 if something is wrong, 0 if pieces are merely missing.
+    """
+    findings = doctor.examine()
+    if as_json:
+        click.echo(json.dumps(doctor.as_json(findings), indent=1))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for name in ("what", "state", "found", "what follows"):
+            table.add_column(name, overflow="fold")
+        colours = {"ok": "green", "missing": "yellow", "wrong": "bold red"}
+        for f in findings:
+            table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.found, f.cost)
+        Console().print(table)
+    sys.exit(_WRONG if any(finding.state == "wrong" for finding in findings) else 0)
+
+
+if __name__ == "__main__":
+    main()

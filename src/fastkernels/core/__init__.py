@@ -1,0 +1,1 @@
+"""The machinery under every operator: specs, checks, routes, tables, dispatch."""

@@ -1,0 +1,455 @@
+"""From a problem key to a launched route: select, memoise, launch, attest.
+
+Selection is decided by the key alone: a forced route, else the dispatch table of the device's
+product, else a table of the same architecture, else the operator's safe route. A route that declines
+is replaced by the safe route with a recorded reason; a launch that fails raises and is not retried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels import envs
+from fastkernels.core import table as tables
+from fastkernels.core.device import DeviceInfo, named_device
+from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
+from fastkernels.core.route import Operator, Route
+from fastkernels.core.spec import OpSpec
+from fastkernels.core.table import Table
+from fastkernels.errors import (
+    ArgumentError,
+    FallbackError,
+    FastkernelsError,
+    LaunchError,
+    NotWarmedUp,
+    TableError,
+    UnsupportedProblem,
+)
+
+# Serving meets ever new token counts; a full memo is dropped, a miss costs tens of microseconds.
+_MEMO_LIMIT = 8192
+
+
+class Selection(NamedTuple):
+    """The route and config that serve a key, and why."""
+
+    route: Route
+    config: Any
+    reason: str
+    table: Table | None = None
+    hit: tables.Hit | None = None
+    is_fallback: bool = False
+    notes: tuple[str, ...] = ()
+
+
+_memo: dict[ProblemKey, Selection] = {}
+_tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
+_prepared: set[tuple[str, str, Any, DeviceInfo]] = set()
+_forced: ContextVar[Mapping[str, tuple[Route, Any]]] = ContextVar("fastkernels_forced", default={})
+_witness: ContextVar[list[tuple[ProblemKey, Selection]] | None] = ContextVar(
+    "fastkernels_witness", default=None
+)
+
+
+# ---- the call -----------------------------------------------------------------------------------
+
+
+def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
+    """Select a route for a checked problem, launch it, and return the filled outputs."""
+    key = problem.key
+    selection = select(operator, key)
+    route, config = selection.route, selection.config
+    workspace = _scratch(route, config, problem)
+    witness = _witness.get()
+    if witness is not None:
+        witness.append((key, selection))
+    try:
+        route.launch(problem.inputs, problem.outputs, workspace, config)
+    except (FastkernelsError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise LaunchError(
+            f"{key.op}: route {route.name!r} with {config} failed on {key.describe()}: {error}"
+        ) from error
+    return problem.outputs
+
+
+def _scratch(route: Route, config: Any, problem: Problem) -> torch.Tensor | None:
+    size = route.workspace_bytes(dict(problem.key.axes), config)
+    if size == 0:
+        return None
+    if problem.workspace is None:
+        return torch.empty(size, dtype=torch.uint8, device=problem.outputs[0].device)
+    if problem.workspace.numel() < size:
+        raise ArgumentError(
+            f"{problem.key.op}: 'workspace' has {problem.workspace.numel()} bytes, expected at least "
+            f"{size}; ask fastkernels.workspace_size({problem.key.op!r}, ...)"
+        )
+    return problem.workspace[:size]
+
+
+def select(operator: Operator, key: ProblemKey) -> Selection:
+    """The selection for a key; decided once per key and process, then a dictionary lookup."""
+    forced = _forced.get()
+    if operator.name in forced:
+        selection = _select_forced(operator, key, *forced[operator.name])
+        _prepare(key, selection)
+        return selection
+    known = _memo.get(key)
+    if known is not None:
+        return known
+    selection = choose(operator, key)
+    if envs.strict() and selection.is_fallback:
+        raise FallbackError(f"{key.describe()}: {selection.reason} ({envs.STRICT} is set)")
+    _announce(key, selection)
+    _prepare(key, selection)
+    if len(_memo) >= _MEMO_LIMIT:
+        _memo.clear()
+    _memo[key] = selection
+    return selection
+
+
+def _select_forced(operator: Operator, key: ProblemKey, route: Route, config: Any) -> Selection:
+    decline = route.declines(key, config)
+    if decline is not None:
+        raise _unsupported(key, "the forced route declines", {route.name: decline.reason})
+    return Selection(route, config, "forced by force_route")
+
+
+def choose(operator: Operator, key: ProblemKey) -> Selection:
+    """Decide a key from the tables, without memo, logging or strictness."""
+    found, notes = find_table(operator, key.device)
+    if found is None:
+        if key.device.is_gpu:
+            reason = f"no table for {key.device.product} or another {key.device.arch}: safe route"
+            return _safe(operator, key, reason, notes, is_fallback=True)
+        reason = f"the safe route is what runs on {key.device.arch}"
+        return _safe(operator, key, reason, notes, is_fallback=bool(notes))
+    hit = found.lookup(dict(key.axes), key.mode)
+    if hit is None:
+        return _safe(operator, key, "the table has no entry for this problem", notes, True, found)
+    route = operator.route(hit.entry.route)
+    if route is None:
+        reason = f"the table names the unknown route {hit.entry.route!r}: safe route"
+        return _safe(operator, key, reason, notes, True, found, hit)
+    try:
+        config = route.default_config if hit.entry.config is None else route.make_config(hit.entry.config)
+    except (ValueError, TypeError) as error:
+        return _safe(operator, key, f"the table's config is illegal ({error}): safe route", notes, True, found, hit)
+    decline = route.declines(key, config)
+    if decline is not None:
+        reason = f"route {route.name!r} of the table declines ({decline.reason}): safe route"
+        return _safe(operator, key, reason, notes, True, found, hit)
+    return Selection(route, config, hit.where, found, hit, hit.is_fallback, notes)
+
+
+def _safe(
+    operator: Operator,
+    key: ProblemKey,
+    reason: str,
+    notes: tuple[str, ...],
+    is_fallback: bool,
+    table: Table | None = None,
+    hit: tables.Hit | None = None,
+) -> Selection:
+    route = operator.safe_route
+    if route.declines(key, route.default_config) is not None:
+        reasons = {r.name: d.reason for r in operator.routes if (d := r.declines(key, r.default_config))}
+        raise _unsupported(key, "no route serves this", reasons)
+    return Selection(route, route.default_config, reason, table, hit, is_fallback, notes)
+
+
+def _unsupported(key: ProblemKey, what: str, reasons: Mapping[str, str]) -> UnsupportedProblem:
+    sizes = ", ".join(f"{name}={size}" for name, size in key.axes)
+    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    return UnsupportedProblem(f"{key.op} on {key.device.arch} with {sizes}: {what}.{lines}")
+
+
+def _announce(key: ProblemKey, selection: Selection) -> None:
+    where = (key.op, key.device)
+    for note in selection.notes:
+        envs.log_once(logging.WARNING, (where, note), f"{key.op} on {key.device.product}: {note}")
+    if selection.is_fallback:
+        envs.log_once(
+            logging.WARNING,
+            (where, selection.reason),
+            f"{key.describe()}: served by {selection.route.name!r}: {selection.reason}",
+        )
+    envs.logger().debug("%s: %s %s", key.describe(), selection.route.name, selection.config)
+
+
+def _prepare(key: ProblemKey, selection: Selection) -> None:
+    """Load or compile what the route needs, once per (operator, route, config, device)."""
+    prepare = selection.route.prepare
+    if prepare is None:
+        return
+    identity = (key.op, selection.route.name, selection.config, key.device)
+    if identity in _prepared:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        sizes = ", ".join(f"{name}={size}" for name, size in key.axes)
+        raise NotWarmedUp(
+            f"{key.op}: {key.describe()} first seen during CUDA graph capture; call "
+            f"fastkernels.warmup({key.op!r}, mode={key.mode!r}, {sizes}) before capturing"
+        )
+    prepare(key, selection.config)
+    _prepared.add(identity)
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def shipped_tables() -> Path:
+    """The folder with the tables of this package; in a checkout that is not installed, its own."""
+    found = importlib.util.find_spec("fastkernels._tables")
+    if found is not None and found.origin:
+        return Path(found.origin).parent
+    return Path(__file__).parents[3] / "dispatch_tables"
+
+
+def table_folders() -> list[Path]:
+    """Where tables are looked for: FASTKERNELS_TABLES, the user's folder, the shipped ones."""
+    folders = (envs.tables_folder(), envs.user_tables_folder(), shipped_tables())
+    return [folder for folder in folders if folder is not None]
+
+
+def find_table(operator: Operator, device: DeviceInfo) -> tuple[Table | None, tuple[str, ...]]:
+    """The table for a device, and what is to be said about it (rejected files, drift, status)."""
+    spec = operator.spec
+    identity = (spec.name, spec.digest, device)
+    if identity not in _tables:
+        _tables[identity] = _search_table(spec, device)
+    return _tables[identity]
+
+
+def _search_table(spec: OpSpec, device: DeviceInfo) -> tuple[Table | None, tuple[str, ...]]:
+    notes: list[str] = []
+    exact = tables.file_name(device.arch, device.product)
+    folders = [folder / spec.name for folder in table_folders()]
+    candidates = [folder / exact for folder in folders if (folder / exact).is_file()]
+    for folder in folders:
+        siblings = sorted(folder.glob(f"{device.arch}-*.toml")) if folder.is_dir() else []
+        candidates += [path for path in siblings if path not in candidates]
+    for path in candidates:
+        try:
+            table = tables.read(path, spec)
+            if table.arch != device.arch:
+                raise TableError(f"{path}: made for {table.arch}, this device is {device.arch}")
+        except TableError as error:
+            notes.append(f"table rejected: {error}")
+            continue
+        return table, (*notes, *_remarks(table, device))
+    return None, tuple(notes)
+
+
+def _remarks(table: Table, device: DeviceInfo) -> Iterator[str]:
+    name = Path(table.path).name
+    if table.product != device.product:
+        yield f"table {name} was made for {table.product}, another product of {device.arch}"
+    elif table.num_sms != device.num_sms:
+        yield f"table {name} was made for {table.num_sms} SMs, this device has {device.num_sms}"
+    if table.status == "unmeasured":
+        yield f"table {name} is unmeasured: its routes were chosen by rule, not by timing"
+    current = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    for package, version in table.provenance.get("versions", {}).items():
+        here = current.get(package)
+        if here is not None and here != version:
+            yield f"table {name} was measured with {package} {version}, this is {here}"
+
+
+def reload_tables() -> None:
+    """Forget every selection and table, so that the next call reads the files again."""
+    _memo.clear()
+    _tables.clear()
+
+
+def lint_table(operator: Operator, table: Table) -> list[str]:
+    """Everything wrong with a readable table: `core.table.lint`, and routes that are unknown, get an
+    illegal config, or decline a corner of their regime."""
+    problems = tables.lint(table)
+    device = DeviceInfo(table.arch, table.product, table.num_sms)
+    entries = [(f"regime {i}", entry) for i, entry in enumerate(table.regimes, 1)]
+    entries += [(f"fallback {i}", entry) for i, entry in enumerate(table.fallbacks, 1)]
+    for where, entry in entries:
+        route = operator.route(entry.route)
+        if route is None:
+            problems.append(f"{where} names the unknown route {entry.route!r}")
+            continue
+        try:
+            config = route.default_config if entry.config is None else route.make_config(entry.config)
+        except (ValueError, TypeError) as error:
+            problems.append(f"{where}: {error}")
+            continue
+        if isinstance(entry, tables.Fallback):
+            continue
+        for end in (0, 1):
+            bounds = entry.axes | entry.constants
+            corner = {name: interval[end] for name, interval in bounds.items()}
+            try:
+                key = key_from_axes(operator.spec, corner, device, entry.mode)
+            except ArgumentError as error:
+                problems.append(f"{where}: {error}")
+                continue
+            decline = route.declines(key, config)
+            if decline is not None:
+                problems.append(f"{where}: route {route.name!r} declines {corner}: {decline.reason}")
+    return problems
+
+
+# ---- what users ask -----------------------------------------------------------------------------
+
+
+@contextmanager
+def force_route(operator: Operator, name: str, config: Any = None) -> Iterator[None]:
+    """Serve every call of an operator in this context by one route; see fastkernels.force_route."""
+    route = operator.route(name)
+    if route is None:
+        known = ", ".join(r.name for r in operator.routes)
+        raise ArgumentError(f"{operator.name}: route {name!r} is unknown, expected one of {known}")
+    if config is None:
+        config = route.default_config
+    elif isinstance(config, Mapping):
+        try:
+            config = route.make_config({**dataclasses.asdict(route.default_config), **config})
+        except ValueError as error:
+            raise ArgumentError(f"{operator.name}: 'config': {error}") from None
+    elif type(config) is not type(route.default_config):
+        raise ArgumentError(
+            f"{operator.name}: 'config' is {type(config).__name__}, expected a dict or "
+            f"{type(route.default_config).__name__} of route {name!r}"
+        )
+    token = _forced.set({**_forced.get(), operator.name: (route, config)})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextmanager
+def attest() -> Iterator[list[tuple[ProblemKey, Selection]]]:
+    """Collect which route actually served each call in this context, in order."""
+    served: list[tuple[ProblemKey, Selection]] = []
+    token = _witness.set(served)
+    try:
+        yield served
+    finally:
+        _witness.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which route serves a problem and why, and why every other route does not."""
+
+    op: str
+    device: str
+    arch: str
+    mode: str
+    axes: dict[str, int]
+    route: str
+    language: str
+    config: dict[str, Any]
+    reason: str
+    is_fallback: bool
+    table: str | None
+    status: str | None
+    regime: str | None
+    evidence: dict[str, Any]
+    provenance: dict[str, Any]
+    notes: tuple[str, ...]
+    others: dict[str, str]
+    workspace_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+        lines = [
+            f"{self.op} ({sizes}, mode={self.mode}) on {self.device} ({self.arch})",
+            f"  route      {self.route} ({self.language}) {self.config or ''}".rstrip(),
+            f"  why        {self.reason}",
+            f"  table      {self.table or 'none'}" + (f" ({self.status})" if self.status else ""),
+        ]
+        if self.regime:
+            lines.append(f"  regime     {self.regime}")
+        lines += [f"  {name:<10} {value}" for name, value in self.evidence.items()]
+        lines += [f"  {name:<10} {value}" for name, value in self.provenance.items()]
+        lines.append(f"  workspace  {self.workspace_bytes} bytes")
+        lines += [f"  note       {note}" for note in self.notes]
+        lines += [f"  not taken  {name}: {reason}" for name, reason in self.others.items()]
+        return "\n".join(lines)
+
+
+def explain(operator: Operator, key: ProblemKey) -> Explanation:
+    forced = _forced.get().get(operator.name)
+    selection = choose(operator, key) if forced is None else _select_forced(operator, key, *forced)
+    others = {}
+    for route in operator.routes:
+        if route.name == selection.route.name:
+            continue
+        decline = route.declines(key, route.default_config)
+        others[route.name] = decline.reason if decline else f"serves this, but {selection.reason}"
+    table, hit = selection.table, selection.hit
+    evidence = hit.entry.evidence if hit and isinstance(hit.entry, tables.Regime) else {}
+    return Explanation(
+        op=key.op,
+        device=key.device.product,
+        arch=key.device.arch,
+        mode=key.mode,
+        axes=dict(key.axes),
+        route=selection.route.name,
+        language=selection.route.language,
+        config=dataclasses.asdict(selection.config),
+        reason=selection.reason,
+        is_fallback=selection.is_fallback,
+        table=table.path if table else None,
+        status=table.status if table else None,
+        regime=hit.where if hit and not hit.is_fallback else None,
+        evidence=dict(evidence),
+        provenance=dict(table.provenance) if table else {},
+        notes=selection.notes,
+        others=others,
+        workspace_bytes=workspace_size(operator, key),
+    )
+
+
+def workspace_size(operator: Operator, key: ProblemKey) -> int:
+    """Scratch bytes that suffice for every route and mode on the key's device, at the key's sizes and
+    any smaller ones."""
+    table, _ = find_table(operator, key.device)
+    size = 0
+    for route in operator.routes:
+        configs = [route.default_config]
+        for knobs in table.configs(route.name) if table else ():
+            try:
+                configs.append(route.make_config(knobs))
+            except (ValueError, TypeError):
+                continue  # lint reports it; such an entry is never launched
+        for mode in operator.spec.modes:
+            asked = key._replace(mode=mode)
+            size = max(size, *(route.workspace_bound(asked, config) for config in configs))
+    return size
+
+
+def warmup(operator: Operator, key: ProblemKey) -> None:
+    """Load or compile what serves `key`, so that a graph capture may follow."""
+    select(operator, key)
+
+
+def key_for(
+    operator: Operator,
+    device: str | torch.device | DeviceInfo | None,
+    mode: str | None,
+    axes: Mapping[str, int],
+) -> ProblemKey:
+    """A key from what a person types: axis values, a mode, a device or product name."""
+    return key_from_axes(operator.spec, axes, named_device(device), mode)

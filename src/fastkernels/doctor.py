@@ -1,0 +1,142 @@
+"""`fastkernels doctor`: what this machine has, and what each missing piece costs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastkernels
+from fastkernels import catalog, envs
+from fastkernels.core import archs, dispatch
+from fastkernels.core.device import named_device
+from fastkernels.core.table import file_name, read
+from fastkernels.errors import TableError
+
+# Code made by CUDA 13 loads on drivers of this version and newer (CUDA Toolkit release notes).
+MINIMUM_DRIVER_CUDA = (13, 0)
+PEERS = ("flashinfer-python", "fla-core", "flash-mla", "deep-gemm", "vllm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for. `state` is ok, missing or wrong; `cost` says what follows if it is not ok."""
+
+    name: str
+    state: str
+    found: str
+    cost: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything that decides how fast this installation can be. Touches the GPU's driver, no memory."""
+    return [
+        Finding("fastkernels", "ok", f"{fastkernels.__version__} in {Path(fastkernels.__file__).parent}"),
+        Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
+        Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        *_gpus(),
+        _driver(),
+        _package("apache-tvm-ffi", "the compiled library could not be bound"),
+        Finding(
+            "compiled library",
+            "missing",
+            "none: this version ships no compiled kernels",
+            "every call is served by a torch route",
+        ),
+        _package("triton", "configs outside the library cannot be compiled just in time"),
+        _package("nvidia-cutlass-dsl", "CuTe DSL configs cannot be compiled just in time"),
+        *(_package(name, "not compared in benchmarks") for name in PEERS),
+        *_tables(),
+        *_variables(),
+    ]
+
+
+def _package(name: str, cost: str) -> Finding:
+    try:
+        return Finding(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "missing", "not installed", cost)
+
+
+def _gpus() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return [Finding("GPU", "missing", "none", "calls run on the CPU, by the torch routes")]
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        info = named_device(f"cuda:{index}")
+        known = info.arch in archs.ARCHS
+        cost = "" if known else f"kernels are built for {', '.join(archs.ARCHS)}: torch routes only"
+        findings.append(
+            Finding(f"cuda:{index}", "ok" if known else "missing", f"{info.product}, {info.arch}", cost)
+        )
+    return findings
+
+
+def _driver() -> Finding:
+    try:
+        version = ctypes.c_int()
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return Finding("driver", "missing", "no libcuda.so.1", "no GPU can be used")
+    if status != 0:
+        return Finding("driver", "wrong", f"cuDriverGetVersion gave {status}", "no GPU can be used")
+    cuda = (version.value // 1000, version.value % 1000 // 10)
+    needed = ".".join(map(str, MINIMUM_DRIVER_CUDA))
+    if cuda < MINIMUM_DRIVER_CUDA:
+        cost = f"kernels need a driver for CUDA {needed} or newer (580 or newer)"
+        return Finding("driver", "wrong", f"supports CUDA {cuda[0]}.{cuda[1]}", cost)
+    return Finding("driver", "ok", f"supports CUDA {cuda[0]}.{cuda[1]}")
+
+
+def _tables() -> list[Finding]:
+    """The table of each operator for this machine's device, and every file that does not hold."""
+    device = named_device(None)
+    findings = []
+    for operator in catalog.OPERATORS:
+        table, notes = dispatch.find_table(operator, device)
+        label = f"table {operator.name}"
+        if table is not None:
+            status = "ok" if table.status == "measured" else "missing"
+            findings.append(Finding(label, status, f"{table.path} ({table.status})", "; ".join(notes)))
+        elif device.is_gpu or notes:
+            name = file_name(device.arch, device.product)
+            cost = "; ".join(notes) or "the safe route serves every call"
+            findings.append(Finding(label, "missing", f"no {name}", cost))
+        findings += _broken_tables(operator.name)
+    return findings
+
+
+def _broken_tables(name: str) -> list[Finding]:
+    operator = catalog.operator(name)
+    findings = []
+    for folder in dispatch.table_folders():
+        for path in sorted((folder / name).glob("*-*.toml")):
+            try:
+                problems = dispatch.lint_table(operator, read(path, operator.spec))
+            except TableError as error:
+                problems = [str(error)]
+            if problems:
+                cost = "; ".join(problems)
+                findings.append(Finding(f"table {name}", "wrong", str(path), cost))
+    return findings
+
+
+def _variables() -> list[Finding]:
+    known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG, envs.NO_CUDA)
+    findings = []
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("FASTKERNELS_"):
+            state = "ok" if name in known else "wrong"
+            cost = "" if name in known else f"unknown; known are {', '.join(known)}"
+            findings.append(Finding(name, state, value, cost))
+    return findings
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) for finding in findings]

@@ -1,0 +1,1 @@
+"""dsa_sparse_attention: latent attention over the cache rows that an indexer chose."""

@@ -1,0 +1,250 @@
+"""The oracle of gdn_prefill: the recurrence in float64, token by token, and how outputs are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fastkernels.ops._shared.compare import Error, official, relative_rows, unchanged
+from fastkernels.ops._shared.gdn import gates, resolve_scale
+from fastkernels.ops.gdn_prefill.problem import Inputs
+from fastkernels.ops.gdn_prefill.spec import SPEC
+
+YARDSTICK_CHUNK = 64
+YARDSTICK_FACTOR = 2.0
+# A yardstick with a larger error than this has lost the result itself and excuses nothing.
+YARDSTICK_LOST = 0.1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """float64 outputs, per row the norm of the same row from absolute values (`kappa`), and what is
+    added to the limit of an ill-conditioned row (`slack`).
+
+    A row of the output is all tokens of a sequence for one head, [N, Hv] rows; one of the state a
+    [V, K] matrix. In pool form `new_state` is the whole pool. States in `kept` must keep their bits:
+    slots that nothing writes, and those of empty sequences.
+    """
+
+    output: torch.Tensor
+    new_state: torch.Tensor
+    output_kappa: torch.Tensor
+    new_state_kappa: torch.Tensor
+    output_slack: torch.Tensor
+    new_state_slack: torch.Tensor
+    kept: torch.Tensor
+    offsets: tuple[int, ...]
+
+    def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
+        """Ours: worst (sequence, head) of the output and of the state, and what must keep its bits."""
+        output, new_state = outputs
+        return [
+            self._judge_output(output),
+            relative_rows(
+                SPEC.tolerances[1],
+                new_state,
+                self.new_state,
+                self.new_state_kappa,
+                row_dims=2,
+                slack=self.new_state_slack,
+            ),
+            unchanged("new_state", new_state, self.new_state, self.kept),
+        ]
+
+    def judge_official(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
+        return [
+            official(SPEC.tolerances[0], outputs[0], self.output),
+            official(SPEC.tolerances[1], outputs[1], self.new_state),
+        ]
+
+    def _judge_output(self, got: torch.Tensor) -> Error:
+        total, num_v_heads = self.output.shape[:2]
+        nothing = torch.zeros(num_v_heads)
+        # Tokens of no sequence are rows with kappa 0: only exact zeros pass.
+        rows = [
+            (0, self.offsets[0], nothing, nothing),
+            (self.offsets[-1], total, nothing, nothing),
+        ]
+        for i, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
+            rows.append((begin, end, self.output_kappa[i], self.output_slack[i]))
+        errors = [
+            _at_token(
+                begin,
+                relative_rows(
+                    SPEC.tolerances[0],
+                    got[begin:end].transpose(0, 1),
+                    self.output[begin:end].transpose(0, 1),
+                    kappa,
+                    row_dims=2,
+                    slack=slack,
+                ),
+            )
+            for begin, end, kappa, slack in rows
+        ]
+        return max(errors, key=lambda error: error.value)
+
+
+def _at_token(begin: int, error: Error) -> Error:
+    """The error's place as (token, head, column) of the output, from that in (head, token, column)."""
+    if not error.at:
+        return error
+    head, token, column = error.at
+    return dataclasses.replace(error, at=(begin + token, head, column))
+
+
+class _Values(NamedTuple):
+    """The inputs on the CPU in float64, per value head: q, k [T, Hv, K], v [T, Hv, V], gates [T, Hv]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_g: torch.Tensor
+    beta: torch.Tensor
+
+    def tokens(self, begin: int, end: int) -> _Values:
+        return _Values(*(values[begin:end] for values in self))
+
+
+def clean_offsets(values: Sequence[int], total: int) -> tuple[int, ...]:
+    """The running maximum of the offsets clamped to the tokens that there are."""
+    offsets: list[int] = []
+    for value in values:
+        offsets.append(max(min(max(value, 0), total), offsets[-1] if offsets else 0))
+    return tuple(offsets)
+
+
+def reference(inputs: Inputs) -> Expected:
+    """Runs on the CPU; `inputs` are not changed."""
+    x = Inputs(*(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs))
+    total, num_v_heads, head_size = x.v.shape
+    offsets = clean_offsets(x.cu_seqlens.tolist(), total)
+    num_seqs = len(offsets) - 1
+    scale = resolve_scale(x.scale, head_size)
+    group = num_v_heads // x.q.shape[1]
+    values = _Values(
+        x.q.double().repeat_interleave(group, dim=1),
+        x.k.double().repeat_interleave(group, dim=1),
+        x.v.double(),
+        *gates(x.A_log, x.a, x.dt_bias, x.b),
+    )
+    if x.state is None:
+        after = torch.zeros((num_seqs, num_v_heads, head_size, head_size), dtype=torch.float64)
+    else:
+        after = x.state.double()  # a copy
+    before = after.clone()
+    num_states = after.shape[0]
+    output = torch.zeros(x.v.shape, dtype=torch.float64)
+    output_kappa, output_slack = torch.zeros(2, num_seqs, num_v_heads, dtype=torch.float64)
+    state_kappa, state_slack = torch.zeros(2, num_states, num_v_heads, dtype=torch.float64)
+    kept = torch.ones(num_states, dtype=torch.bool)
+
+    read = range(num_seqs) if x.read_indices is None else x.read_indices.tolist()
+    write = read if x.write_indices is None else x.write_indices.tolist()
+    for i, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if not 0 <= read[i] < num_states:
+            continue
+        tokens, S = values.tokens(begin, end), before[read[i]]
+        out, S_new, out_kappa, S_kappa = recurrence(S, tokens, scale)
+        out_slack, S_slack = _slack(S, tokens, scale, out, S_new, out_kappa, S_kappa)
+        output[begin:end], output_kappa[i], output_slack[i] = out, out_kappa, out_slack
+        if 0 <= write[i] < num_states:
+            after[write[i]], kept[write[i]] = S_new, begin == end
+            state_kappa[write[i]], state_slack[write[i]] = S_kappa, S_slack
+    return Expected(
+        output, after, output_kappa, state_kappa, output_slack, state_slack, kept, offsets
+    )  # fmt: skip
+
+
+def recurrence(
+    S: torch.Tensor, x: _Values, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One sequence: (O [L, Hv, V], S', norm of kappa of O [Hv], norm of kappa of S' [Hv])."""
+    g = x.log_g.exp()
+    out = torch.zeros_like(x.v)
+    out_square = torch.zeros_like(S[:, 0, 0])
+    S_kappa = torch.zeros_like(S)
+    for t in range(x.v.shape[0]):
+        g_t, k = g[t, :, None, None], x.k[t, :, :, None]  # [Hv, 1, 1], [Hv, K, 1]
+        decayed = torch.where(g_t > 0, g_t * S, 0.0)
+        u = x.beta[t, :, None, None] * (x.v[t, :, :, None] - decayed @ k)  # [Hv, V, 1]
+        S = decayed + u * k.mT
+        q = x.q[t, :, :, None]
+        out[t] = scale * (S @ q)[..., 0]
+        S_kappa = decayed.abs_()
+        row_kappa = S_kappa @ q.abs() + u.abs() * (k.abs() * q.abs()).sum(1, keepdim=True)
+        out_square += (scale * row_kappa).square().sum((1, 2))
+    if x.v.shape[0]:
+        S_kappa = S_kappa + u.abs() * k.abs().mT
+    return out, S, out_square.sqrt(), torch.linalg.vector_norm(S_kappa, dim=(1, 2))
+
+
+# ---- ill-conditioned inputs ---------------------------------------------------------------------
+
+
+def ill_conditioned(x: _Values) -> torch.Tensor:
+    """[Hv]: where one sequence amplifies rounding, so that the usual limit asks too much of a chunked
+    form: keys longer than 1, neighbouring keys nearly parallel, or nothing ever forgotten (g = 1) while
+    every token replaces what its key held (beta = 1)."""
+    norm = torch.linalg.vector_norm(x.k, dim=-1)
+    long_keys = (norm > 1.05).any(0)
+    cosine = (x.k[1:] * x.k[:-1]).sum(-1) / (norm[1:] * norm[:-1] + 1e-30)
+    parallel = (cosine.sum(0) > 0.9 * cosine.shape[0]) & (cosine.shape[0] > 0)
+    undamped = (x.log_g > -1e-3).all(0) & (x.beta > 0.999).all(0)
+    return (long_keys | parallel | undamped) & (x.k.shape[0] > 0)
+
+
+def _slack(
+    S: torch.Tensor,
+    x: _Values,
+    scale: float,
+    out: torch.Tensor,
+    S_new: torch.Tensor,
+    out_kappa: torch.Tensor,
+    S_kappa: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to the limits of ill-conditioned heads, so that they become twice the error of the
+    plain bfloat16 form if that is more. 0 for the others."""
+    wanted = ill_conditioned(x)
+    if not wanted.any():
+        return torch.zeros_like(out_kappa), torch.zeros_like(S_kappa)
+    out_bf16, S_bf16 = chunked_bf16(S, x, scale)
+    pairs = ((out_bf16, out, out_kappa, (0, 2)), (S_bf16, S_new, S_kappa, (1, 2)))
+    slack = []
+    for tolerance, (got, want, kappa, dims) in zip(SPEC.tolerances, pairs, strict=True):
+        size = torch.maximum(torch.linalg.vector_norm(want, dim=dims), kappa) + 1e-30
+        error = torch.linalg.vector_norm(got - want, dim=dims) / size
+        usable = wanted & (error <= YARDSTICK_LOST)  # false for NaN
+        slack.append(torch.where(usable, YARDSTICK_FACTOR * error - tolerance.limit, 0.0).clamp(min=0.0))
+    return slack[0], slack[1]
+
+
+def chunked_bf16(S: torch.Tensor, x: _Values, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The yardstick: one sequence in the plain chunked WY form, every matrix product with bfloat16
+    operands and float32 sums, gates and the triangular inverse in float32. (O [L, Hv, V], S')."""
+    S = S.float()
+    out = torch.zeros_like(x.v)
+    for begin in range(0, x.v.shape[0], YARDSTICK_CHUNK):
+        part = x.tokens(begin, begin + YARDSTICK_CHUNK)
+        q, k, v, log_g, beta = (t.transpose(0, 1).float() for t in part)  # [Hv, W, ..]
+        total, beta = log_g.cumsum(-1), beta[..., None]
+        decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+        start, end = total.exp()[..., None], decay[:, -1, :, None]
+        one = torch.eye(q.shape[1]).expand(q.shape[0], -1, -1)
+        inverse = torch.linalg.solve_triangular(
+            one + (beta * decay * _mm(k, k.mT)).tril(-1), one, upper=False
+        )
+        w = _mm(inverse, beta * start * k)
+        u = _mm(inverse, beta * v) - _mm(w, S.mT)
+        out[begin : begin + YARDSTICK_CHUNK] = (
+            (scale * (_mm(start * q, S.mT) + _mm(decay * _mm(q, k.mT), u))).transpose(0, 1).bfloat16()
+        )
+        S = start[:, -1:] * S + _mm((end * u).mT, k)
+    return out, S.double()
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.bfloat16().float() @ b.bfloat16().float()

@@ -1,0 +1,1 @@
+"""moe_fp8_block_scale: grouped top-k routing and two block-scaled FP8 GEMMs per local expert."""

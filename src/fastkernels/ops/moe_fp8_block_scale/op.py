@@ -1,0 +1,86 @@
+"""The public function of moe_fp8_block_scale."""
+
+from __future__ import annotations
+
+import torch
+
+from fastkernels.core import dispatch, torch_ops
+from fastkernels.core.route import Operator
+from fastkernels.ops.moe_fp8_block_scale.problem import Inputs, bind
+from fastkernels.ops.moe_fp8_block_scale.routes import ROUTES
+from fastkernels.ops.moe_fp8_block_scale.spec import SPEC
+
+
+def moe_fp8_block_scale(
+    routing_logits: torch.Tensor | None,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    local_expert_offset: int,
+    routed_scaling_factor: float,
+    *,
+    topk: int = 8,
+    num_groups: int = 8,
+    topk_groups: int = 4,
+    topk_ids: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Grouped top-k routing and the feed-forward of the local experts; returns output [T, H] bfloat16.
+
+    Experts [local_expert_offset, local_expert_offset + El) of E are held here; the output is their
+    share of the sum, exactly 0 for a token that uses none of them. Any int32 offset is legal.
+
+    routing_logits: [T, E] float32, raw (the sigmoid happens inside).   routing_bias: [E] bfloat16,
+    added for the choice only, not to the weights.
+    hidden_states: [T, H] float8_e4m3fn.   hidden_states_scale: [H/128, T] float32, any strides.
+    gemm1_weights: [El, 2I, H] float8_e4m3fn, first I rows linear, last I rows gate.
+    gemm1_weights_scale: [El, 2I/128, H/128] float32.
+    gemm2_weights: [El, H, I] float8_e4m3fn.   gemm2_weights_scale: [El, H/128, I/128] float32.
+    H and I are multiples of 128. Scales multiply.
+    routed_scaling_factor: float, applied to the normalised weights.
+
+    topk, num_groups, topk_groups: experts of a token; groups of E / num_groups experts, and how many
+    of them a token may use. Ties go to the lower index.
+    topk_ids, topk_weights: [T, topk] int32 or int64, and float32, any strides: routing computed
+    elsewhere, the factor already in. routing_logits and routing_bias must be None, num_groups,
+    topk_groups and routed_scaling_factor are not used. Negative ids are padding; an id that stands
+    twice counts twice.
+    deterministic: bit-equal outputs from run to run.
+    workspace: uint8, see fastkernels.workspace_size.
+
+    Equations and sources: ops/moe_fp8_block_scale/README.md.
+    Raises ArgumentError, UnsupportedProblem, NotWarmedUp.
+    """
+    inputs = Inputs(
+        routing_logits,
+        routing_bias,
+        hidden_states,
+        hidden_states_scale,
+        gemm1_weights,
+        gemm1_weights_scale,
+        gemm2_weights,
+        gemm2_weights_scale,
+        local_expert_offset,
+        routed_scaling_factor,
+        topk,
+        num_groups,
+        topk_groups,
+        topk_ids,
+        topk_weights,
+        deterministic,
+    )
+    if torch.compiler.is_compiling():
+        (output,) = torch_ops.call(SPEC, inputs, out, workspace)
+    else:
+        (output,) = dispatch.run(OPERATOR, bind(inputs, out, workspace))
+    return output
+
+
+OPERATOR = Operator(SPEC, ROUTES, moe_fp8_block_scale)
