@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import dispatch
+from fastkernels.core import dispatch, torch_ops
 from fastkernels.core.device import DeviceInfo
 from fastkernels.core.route import Operator
 from fastkernels.errors import ArgumentError
@@ -28,6 +27,9 @@ OPERATORS: tuple[Operator, ...] = (
     MOE_FP8_BLOCK_SCALE,
 )
 
+for _operator in OPERATORS:
+    torch_ops.register(_operator)
+
 
 def operator(name: str) -> Operator:
     """The operator of a public name. Raises ArgumentError with the known names."""
@@ -41,10 +43,6 @@ def operator(name: str) -> Operator:
 def module(name: str, part: str) -> ModuleType:
     """A part that is not imported with the package: `inputs` or `reference` of an operator."""
     return import_module(f"fastkernels.ops.{operator(name).name}.{part}")
-
-
-def operators() -> Iterator[Operator]:
-    return iter(OPERATORS)
 
 
 def explain(

@@ -28,6 +28,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+# Bytecode outside the package, so that a file that appears inside it was written on purpose.
+PYCACHE = tempfile.mkdtemp(prefix="fastkernels-pycache-")
 SHIPPED = ("*.py", "*.json", "*.jsonl", "README.md", "py.typed")
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,7 +63,7 @@ def run(*command: str | Path, cwd: Path) -> str:
         if not name.startswith(("PYTHON", "VIRTUAL_ENV", "FASTKERNELS_", "COV_"))
     }
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment["PYTHONPYCACHEPREFIX"] = PYCACHE
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True
     )

@@ -127,13 +127,15 @@ def test_opcheck(operator: Operator, mode: str) -> None:
 
     inputs = make(operator, small_case(operator, mode))
     plan = torch_ops._PLANS[operator.name]
-    values = inputs._asdict()
-    for name in plan.choices:
-        values[name] = str(values[name])
+    values = torch_ops.encoded(plan, inputs._asdict())
     expected = as_tuple(FUNCTIONS[operator.name](**clone(inputs)._asdict()))
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    if any("float8_e4m3fn" in tensor.dtypes for tensor in operator.spec.tensors):
+        # torch's schema check compares inputs by allclose, which float8 lacks; that inputs keep
+        # their bits is checked in test_contracts.py::test_given_outputs.
+        checks = checks[1:]
     forms = getattr(torch.ops, torch_ops.NAMESPACE)
-    if mode != operator.spec.modes[0]:
+    if operator.spec.updated and mode != operator.spec.modes[0]:
         arguments = [values[name] for name in plan.arguments]
         arguments += [torch.zeros_like(expected[0]), None]
         torch.library.opcheck(getattr(forms, operator.name + "_update"), arguments, test_utils=checks)

@@ -15,7 +15,7 @@ import torch
 
 from fastkernels.core.problem import torch_dtype
 from fastkernels.core.route import Operator
-from fastkernels.core.spec import ArgumentSpec, OpSpec, TensorSpec
+from fastkernels.core.spec import ArgumentSpec, OpSpec, ScalarSpec, TensorSpec
 
 NAMESPACE = "fastkernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -35,7 +35,7 @@ class _Plan(NamedTuple):
 
     arguments: tuple[str, ...]  # every argument, in the order of the schema
     functional: tuple[str, ...]  # those of the functional form
-    choices: tuple[str, ...]  # passed as their str()
+    choices: tuple[tuple[str, tuple[tuple[Any, str], ...]], ...]  # argument, (value, its text)
     update_options: tuple[str, ...]
     outputs: tuple[tuple[tuple[_Size, ...], torch.dtype], ...]
     first: str  # a tensor argument that is always given
@@ -52,7 +52,11 @@ def register(operator: Operator) -> None:
     plan = _Plan(
         arguments=tuple(a.name for a in arguments),
         functional=tuple(a.name for a in functional),
-        choices=tuple(a.name for a in arguments if _kind(a) == "choice"),
+        choices=tuple(
+            (a.name, tuple((choice, str(choice)) for choice in a.choices))
+            for a in arguments
+            if isinstance(a, ScalarSpec) and a.kind == "choice"
+        ),
         update_options=spec.update_options,
         outputs=tuple(
             (tuple(_size(spec, axis) for axis in out.shape), torch_dtype(out.dtypes[0]))
@@ -66,7 +70,7 @@ def register(operator: Operator) -> None:
         spec.name,
         f"({_schema(functional)}) -> {results if len(spec.outputs) == 1 else f'({results})'}",
         _functional(operator, plan),
-        lambda *values: _fake_outputs(plan, dict(zip(plan.functional, values, strict=True))),
+        lambda *values: _fake(plan, dict(zip(plan.functional, values, strict=True))),
     )
     filled = ", ".join(f"Tensor(o{i}!) out_{out.name}" for i, out in enumerate(spec.outputs))
     _define(
@@ -96,12 +100,10 @@ def call(
     Returns what the direct call returns, always as a tuple.
     """
     plan = _PLANS[spec.name]
-    values = inputs._asdict()
-    for name in plan.choices:
-        values[name] = str(values[name])
+    values = encoded(plan, inputs._asdict())
     updates = any(values[name] is not None and values[name] is not False for name in plan.update_options)
     if updates:
-        output = _fake_outputs(plan, values)[0] if out is None else out
+        output = _empty_outputs(plan, values)[0] if out is None else out
         operation = getattr(torch.ops.fastkernels, spec.name + "_update")
         operation(*[values[name] for name in plan.arguments], output, workspace)
         return output, values[spec.updated]
@@ -110,7 +112,7 @@ def call(
         result = getattr(torch.ops.fastkernels, spec.name)(*given)
         return result if isinstance(result, tuple) else (result,)
     if out is None:
-        outputs = _fake_outputs(plan, values)
+        outputs = _empty_outputs(plan, values)
     else:
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
     getattr(torch.ops.fastkernels, spec.name + "_out")(*given, *outputs, workspace)
@@ -146,14 +148,28 @@ def _filling(
 
 def _named(spec: OpSpec, names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
     named = dict(zip(names, values, strict=True))
-    for argument in (*spec.inputs, *spec.options):
-        if argument.name in named and _kind(argument) == "choice":
-            by_text = {str(choice): choice for choice in argument.choices}  # type: ignore[union-attr]
-            named[argument.name] = by_text.get(named[argument.name], named[argument.name])
+    for name, texts in _PLANS[spec.name].choices:
+        if name in named:
+            named[name] = {text: choice for choice, text in texts}.get(named[name], named[name])
     return named
 
 
-def _fake_outputs(plan: _Plan, values: dict[str, Any]) -> Any:
+def encoded(plan: _Plan, values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the schema has them: a choice as its text."""
+    for name, texts in plan.choices:
+        value = values[name]
+        for choice, text in texts:
+            if value == choice:
+                values[name] = text
+    return values
+
+
+def _fake(plan: _Plan, values: dict[str, Any]) -> Any:
+    outputs = _empty_outputs(plan, values)
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _empty_outputs(plan: _Plan, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     device = values[plan.first].device
     outputs = []
     for sizes, dtype in plan.outputs:
@@ -181,10 +197,6 @@ def _size(spec: OpSpec, axis: str) -> _Size:
     constant = spec.axis[axis].value
     assert constant is not None, f"{spec.name}: nothing gives the size of {axis}"
     return _Size("", None, constant)
-
-
-def _kind(argument: ArgumentSpec) -> str:
-    return "tensor" if isinstance(argument, TensorSpec) else argument.kind
 
 
 def _schema(arguments: tuple[ArgumentSpec, ...], updated: str = "") -> str:

@@ -14,20 +14,31 @@ PAD = 64  # elements between slots of a padded pool, as a server leaves them
 
 
 def draw_heads(
-    rng: torch.Generator, rows: int, num_q_heads: int, num_v_heads: int, head_size: int, fused: bool
+    rng: torch.Generator,
+    rows: int,
+    num_q_heads: int,
+    num_v_heads: int,
+    head_size: int,
+    fused: bool,
+    keys: str = "unit",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k [rows, Hk, D] and v [rows, Hv, D]; `fused`: slices of one [rows, (2 Hk + Hv) D] tensor."""
-    q, k = (
-        torch.nn.functional.normalize(
-            torch.randn(rows, num_q_heads, head_size, generator=rng), dim=-1
-        ).bfloat16()
-        for _ in range(2)
-    )
+    """q, k [rows, Hk, D] and v [rows, Hv, D]; `fused`: slices of one [rows, (2 Hk + Hv) D] tensor.
+
+    keys: unit; parallel (one unit vector per head plus 1 % noise in every component); long (norm about
+    1.3); raw (standard normal: states grow by a factor near D / 2 a token, so keep sequences short).
+    """
+    q, k = (torch.randn(rows, num_q_heads, head_size, generator=rng) for _ in range(2))
+    q = torch.nn.functional.normalize(q, dim=-1)
+    if keys == "parallel":
+        k = torch.nn.functional.normalize(k[:1], dim=-1) + 0.01 * k
+    elif keys != "raw":
+        k = torch.nn.functional.normalize(k, dim=-1) * {"unit": 1.0, "long": 1.3}[keys]
+    q, k = q.bfloat16(), k.bfloat16()
     v = torch.randn(rows, num_v_heads, head_size, generator=rng).bfloat16()
     if not fused:
         return q, k, v
     sizes = [num_q_heads * head_size, num_q_heads * head_size, num_v_heads * head_size]
-    projection = torch.cat([t.reshape(rows, -1) for t in (q, k, v)], dim=1)
+    projection = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
     q, k, v = (
         part.unflatten(1, (-1, head_size)) for part in torch.split(projection, sizes, dim=1)
     )
@@ -85,17 +96,40 @@ def draw_gates(
 
 
 def pool_layout(
-    mode: str, rows: int, dtype: str
+    mode: str, rows: int, dtype: str, padding: str = "some"
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """`(read, write, slots)`: in pool form slots in reversed order, every third row (1, 4, ..) padding,
-    row 2 of every 4 writing a slot of its own, row 3 of every 4 not stored. Indices are a column of a
-    block table (stride 4)."""
+    """`(read, write, slots)`, the indices columns of a block table (stride 4); None in other modes.
+
+    Slots are read in reversed order, every third row (1, 4, ..) is padding, row 2 of every 4 writes a
+    slot of its own, row 3 of every 4 is not stored. padding: some; all (every row is padding).
+    """
     if mode != "pool":
         return None, None, rows
     row = torch.arange(rows)
-    read = torch.where(row % 3 == 1, -1, rows - row)
+    read = torch.where((row % 3 == 1) | (padding == "all"), -1, rows - row)
     write = torch.where(row % 4 == 2, rows + 1 + row, read)
     write = torch.where(row % 4 == 3, -1, write)
     table = torch.full((rows, 4), 10**6, dtype=getattr(torch, dtype))
     table[:, 0], table[:, 2] = read, write
     return table[:, 0], table[:, 2], 2 * rows + 2
+
+
+def split_tokens(rng: torch.Generator, total: int, parts: int, sigma: float = 1.9) -> list[int]:
+    """`parts` lengths of together `total` tokens, log-normal with `sigma`, at least 1 each where
+    `total` allows; the rest of the rounding goes to the longest."""
+    if parts == 0:
+        return []
+    least = 1 if total >= parts else 0
+    share = torch.exp(sigma * torch.randn(parts, generator=rng, dtype=torch.float64))
+    lengths = ((total - least * parts) * share / share.sum()).long() + least
+    lengths[lengths.argmax()] += total - lengths.sum()
+    return [int(length) for length in lengths]
+
+
+def between(rng: torch.Generator, values: list[int]) -> list[int]:
+    """One integer drawn strictly between each two neighbours of sorted `values` that leave room."""
+    return [
+        int(torch.randint(low + 1, high, (), generator=rng))
+        for low, high in zip(values, values[1:], strict=False)
+        if high - low > 1
+    ]

@@ -47,7 +47,7 @@ def bind(inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | Non
 def _check_rows(inputs: Inputs) -> None:
     """Value checks (FASTKERNELS_CHECK=values): lengths and used pages. Synchronises."""
     num_pages, max_num_pages = inputs.k_index_cache_fp8.shape[0], inputs.block_table.shape[1]
-    lengths = inputs.seq_lens
+    lengths = inputs.seq_lens.long()
     wrong = ((lengths < 0) | (lengths > max_num_pages * PAGE_SIZE)).nonzero()
     if wrong.numel():
         row = int(wrong[0])

@@ -163,23 +163,33 @@ def recurrence(
     S: torch.Tensor, x: _Values, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One sequence: (O [L, Hv, V], S', norm of kappa of O [Hv], norm of kappa of S' [Hv])."""
-    g = x.log_g.exp()
-    out = torch.zeros_like(x.v)
-    out_square = torch.zeros_like(S[:, 0, 0])
-    S_kappa = torch.zeros_like(S)
+    heads = [
+        _recurrence_of_head(S[h], _Values(*(values[:, h] for values in x)))
+        for h in range(S.shape[0])
+    ]
+    out, S_new, out_kappa, S_kappa = (torch.stack(part) for part in zip(*heads, strict=True))
+    return scale * out.transpose(0, 1), S_new, abs(scale) * out_kappa, S_kappa
+
+
+def _recurrence_of_head(
+    S: torch.Tensor, x: _Values
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Head by head, in place: 128 KiB stay in cache, and tensors of that size need no thread team."""
+    S = S.clone()
+    out, kappa = torch.zeros_like(x.v), torch.zeros_like(x.v)
+    u, absolute = torch.zeros_like(S[:, 0]), torch.zeros_like(S)
+    abs_q, abs_kq = x.q.abs(), (x.k.abs() * x.q.abs()).sum(-1).tolist()
+    g, beta = x.log_g.exp().tolist(), x.beta.tolist()
     for t in range(x.v.shape[0]):
-        g_t, k = g[t, :, None, None], x.k[t, :, :, None]  # [Hv, 1, 1], [Hv, K, 1]
-        decayed = torch.where(g_t > 0, g_t * S, 0.0)
-        u = x.beta[t, :, None, None] * (x.v[t, :, :, None] - decayed @ k)  # [Hv, V, 1]
-        S = decayed + u * k.mT
-        q = x.q[t, :, :, None]
-        out[t] = scale * (S @ q)[..., 0]
-        S_kappa = decayed.abs_()
-        row_kappa = S_kappa @ q.abs() + u.abs() * (k.abs() * q.abs()).sum(1, keepdim=True)
-        out_square += (scale * row_kappa).square().sum((1, 2))
+        S.mul_(g[t])
+        u = beta[t] * (x.v[t] - S.mv(x.k[t]))
+        torch.abs(S, out=absolute)
+        torch.addmv(u.abs(), absolute, abs_q[t], beta=abs_kq[t], out=kappa[t])
+        S.addr_(u, x.k[t])
+        torch.mv(S, x.q[t], out=out[t])
     if x.v.shape[0]:
-        S_kappa = S_kappa + u.abs() * k.abs().mT
-    return out, S, out_square.sqrt(), torch.linalg.vector_norm(S_kappa, dim=(1, 2))
+        absolute += torch.outer(u.abs(), x.k[-1].abs())
+    return out, S, torch.linalg.vector_norm(kappa), torch.linalg.vector_norm(absolute)
 
 
 # ---- ill-conditioned inputs ---------------------------------------------------------------------

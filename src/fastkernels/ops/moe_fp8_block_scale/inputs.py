@@ -142,7 +142,7 @@ def draw_routing(rng: torch.Generator, case: Case) -> tuple[torch.Tensor, torch.
         logits[:, is_local] -= 50.0
     elif case.logits == "one_expert":
         logits[:, is_local] -= 50.0
-        logits[:, case.local_expert_offset] += 60.0
+        bias[case.local_expert_offset] = 8.0
     elif case.logits == "all_local":
         logits[:, ~is_local] -= 50.0
     elif case.logits == "repeated":

@@ -3,8 +3,8 @@ number of heads: the safe route.
 
 The score and the position are packed into one int64, so equal scores cannot tie and the selection is
 deterministic whatever algorithm torch.topk uses. A tile of `row_tile` rows and `page_tile` pages needs
-about `row_tile * page_tile * 64 * (8 * num_index_heads + 640)` bytes, a row tile
-`row_tile * max_num_pages * 64 * 40` more.
+about `row_tile * page_tile * 64 * (4 * num_index_heads + 650)` bytes, the ranks of a row tile
+`row_tile * max_num_pages * 64 * 50`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def launch(
         rows = slice(first, first + config.row_tile)
         pages = inputs.block_table[rows].long()  # [r, max_num_pages]
         is_page = (pages >= 0) & (pages < num_pages)
-        is_candidate = is_page.repeat_interleave(PAGE_SIZE, dim=1)  # [r, num_positions]
+        is_candidate = is_page[..., None].repeat(1, 1, PAGE_SIZE).flatten(1)  # [r, num_positions]
         position = torch.arange(num_positions, device=pages.device)
         is_candidate &= position < inputs.seq_lens[rows, None]
         if num_positions <= inputs.topk:  # every candidate is returned

@@ -60,8 +60,8 @@ def combine(inputs: Inputs, token_tile: int, reads_values: bool) -> torch.Tensor
         for tile in tokens.split(token_tile):
             y = feed_forward(gather(inputs, tile), w13, w2) * share.index_select(0, tile)
             y = torch.where(is_member.index_select(0, tile), y, 0.0)
-            # Tokens of a tile are distinct, so no order of additions is left open.
-            total.index_add_(0, tile, y.t().contiguous())
+            # A tile's tokens are distinct, so nothing is added in an open order.
+            total[tile] += y.t()
     return total
 
 

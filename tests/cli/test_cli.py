@@ -1,0 +1,124 @@
+"""The command line: exit codes, JSON, and errors that say what to type instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from fastkernels import cli, demo, envs
+from fastkernels.core import dispatch
+from fastkernels.ops.gdn_decode.op import OPERATOR as GDN_DECODE
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def test_demo_runs_smallest_median_and_largest() -> None:
+    result = invoke("demo", "--op", "gdn_decode", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    rows = document["rows"]
+    assert [row["axes"]["batch_size"] for row in rows] == [1, 16, 64]
+    assert all(row["ok"] for row in rows)
+    assert {row["route"] for row in rows} == {"torch_recurrent"}
+    assert document["environment"]["arch"] == "cpu"
+
+
+def test_demo_table_shows_the_route_and_why() -> None:
+    result = invoke("demo", "--op", "gdn_decode", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for part in ("batch_size=64", "3 of 3 workloads right", "why this route"):
+        assert part in result.stdout
+
+
+def test_a_wrong_number_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    route = GDN_DECODE.safe_route
+
+    def off_by_a_percent(inputs: Any, outputs: Any, workspace: Any, config: Any) -> None:
+        route.launch(inputs, outputs, workspace, config)
+        outputs[0][-1].mul_(1.01)
+
+    import dataclasses
+
+    broken = dataclasses.replace(
+        GDN_DECODE, routes=(dataclasses.replace(route, launch=off_by_a_percent),)
+    )
+    monkeypatch.setattr("fastkernels.ops.gdn_decode.op.OPERATOR", broken)
+    monkeypatch.setattr(demo, "chosen_cases", lambda *_: _smallest())
+    result = invoke("demo", "--op", "gdn_decode", "--device", "cpu")
+    assert result.exit_code == 1, result.output
+    assert "WRONG" in result.stdout
+    assert "0 of 1 workloads right" in result.stdout
+
+
+def _smallest() -> tuple[Any, ...]:
+    from fastkernels.ops.gdn_decode.inputs import CONTEST
+
+    return (min(CONTEST, key=lambda case: case.batch_size),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--op", "gdn"), "operator 'gdn' is unknown, expected one of gdn_decode"),
+        (("demo", "--device", "h300"), "h300"),
+        (("explain", "gdn"), "operator 'gdn' is unknown"),
+        (("explain", "gdn_decode"), "axis 'batch_size' is missing"),
+        (("explain", "gdn_decode", "--axis", "batch_size"), "expected NAME=SIZE"),
+        (("explain", "gdn_decode", "--axis", "batch_size=-1"), "expected NAME=SIZE"),
+        (("explain", "gdn_decode", "--axis", "batch=8"), "axis 'batch' is unknown"),
+        (("explain", "gdn_decode", "--axis", "batch_size=8", "--mode", "fast"), "mode 'fast'"),
+        (("explain", "gdn_decode", "--axis", "batch_size=8", "--device", "h300"), "h300"),
+    ],
+)
+def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize("device", ["h200", "b200", "cpu"])
+def test_explain(device: str) -> None:
+    arguments = ("explain", "gdn_decode", "--axis", "batch_size=8", "--device", device)
+    text = invoke(*arguments)
+    assert text.exit_code == 0, text.output
+    for part in ("gdn_decode", "route", "why", "table"):
+        assert part in text.stdout
+    document = json.loads(invoke(*arguments, "--json").stdout)
+    assert document["axes"]["batch_size"] == 8
+    assert document["route"] in {route.name for route in GDN_DECODE.routes}
+
+
+def test_doctor_says_what_is_missing() -> None:
+    result = invoke("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert findings["torch"]["found"].startswith(torch.__version__)
+    assert result.exit_code == (1 if any(f["state"] == "wrong" for f in findings.values()) else 0)
+    for finding in findings.values():
+        assert finding["state"] in ("ok", "missing", "wrong")
+        assert finding["cost"] or finding["state"] == "ok", finding
+    screen = invoke("doctor")
+    assert len(screen.stdout.splitlines()) <= 50
+    for name in ("driver", "triton", "nvidia-cutlass-dsl", "flashinfer-python"):
+        assert name in screen.stdout
+
+
+def test_doctor_reports_broken_tables_and_unknown_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gdn_decode").mkdir()
+    (tmp_path / "gdn_decode" / "sm90-h200.toml").write_text("schema = 7\n")
+    monkeypatch.setenv(envs.TABLES, str(tmp_path))
+    monkeypatch.setenv("FASTKERNELS_TABELS", "x")
+    dispatch.reload_tables()
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 1
+    wrong = [f for f in json.loads(result.stdout) if f["state"] == "wrong"]
+    assert {f["name"] for f in wrong} == {"table gdn_decode", "FASTKERNELS_TABELS"}
+    assert any("schema is 7" in f["cost"] for f in wrong)
