@@ -1,4 +1,4 @@
-"""The package list, which TOML cannot say: `dispatch_tables/` is installed as `fastkernels._tables`.
+"""The package list, which TOML cannot say: `dispatch_tables/` becomes `fastkernels._tables`.
 
 Runs in an isolated environment that holds setuptools alone: imports neither torch nor fastkernels.
 """

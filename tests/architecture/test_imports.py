@@ -27,14 +27,9 @@ OPTIONAL = (
     "pytest", "safetensors", "tilelang", "triton", "tvm_ffi",
 )  # fmt: skip
 COMMAND_LINE = ("click", "rich")
-# Modules that `import fastkernels` may load beyond those of torch and its own: standard library,
-# small, pure Python or built in.
-STANDARD = {
-    "_datetime", "_hashlib", "_tomllib", "_zoneinfo", "contextvars", "dataclasses", "datetime",
-    "fractions", "hashlib", "importlib.resources", "json", "logging", "pathlib", "tomli", "tomllib",
-    "typing_extensions", "zoneinfo",
-}  # fmt: skip
-MAX_OWN_MODULES = 64
+# 47 and 4 (tomllib) for five operators with one route each, after torch 2.13 on Python 3.11.
+MAX_OWN_MODULES = 80
+MAX_STANDARD_MODULES = 20
 
 BLOCK = """
 import importlib.abc, sys
@@ -73,12 +68,17 @@ output, _ = fastkernels.gdn_decode(q, k, v, state, torch.zeros(Hv), a, torch.zer
 assert output.isfinite().all()
 """
 
-EXPLAIN = ("-m", "fastkernels.cli", "explain", "gdn_decode", "--axis", "batch_size=8", "--device", "h200")  # fmt: skip
+EXPLAIN = """
+from fastkernels.cli import main
+main(["explain", "gdn_decode", "--axis", "batch_size=8", "--device", "h200"])
+"""
 
 
 def environment(**changes: str | None) -> dict[str, str]:
     """This process's, without a GPU and without our variables; None removes a name."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTKERNELS_")}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("FASTKERNELS_")
+    }
     merged = {
         **kept,
         "CUDA_VISIBLE_DEVICES": "",
@@ -151,10 +151,11 @@ def test_import_loads_no_oracle_no_kernel_and_no_command_line(imported: Any) -> 
 
 
 def test_import_adds_nothing_heavy_to_torch(imported: Any) -> None:
-    """C109. What torch imports itself does not count; a part of torch that we pull in does."""
-    others = {name for name in imported["modules"] if not name.startswith("fastkernels")}
-    roots = {name for name in others if name.split(".")[0] not in STANDARD} - STANDARD
-    assert roots == set()
+    """C109: little and standard; a part of torch that torch itself leaves out counts, too."""
+    others = [name for name in imported["modules"] if not name.startswith("fastkernels")]
+    foreign = {name.partition(".")[0] for name in others} - sys.stdlib_module_names
+    assert foreign <= {"tomli"}
+    assert len(others) <= MAX_STANDARD_MODULES, others
 
 
 def test_import_is_quiet_and_leaves_the_process_alone(imported: Any) -> None:
@@ -187,9 +188,7 @@ def test_every_module_imports_without_optional_packages() -> None:
 
 
 def test_the_command_imports_without_optional_packages() -> None:
-    result = run(
-        BLOCK + 'import fastkernels.cli\nprint("true")', BLOCKED=OPTIONAL, SKIPPED=()
-    )
+    result = run(BLOCK + 'import fastkernels.cli\nprint("true")', BLOCKED=OPTIONAL, SKIPPED=())
     assert result is True
 
 
@@ -202,8 +201,7 @@ def test_a_home_that_cannot_be_written(data: str | None) -> None:
     """C112: the kernel refuses folders below /proc to everybody, root too."""
     before = tree(PACKAGE)
     env = environment(HOME="/proc/nowhere", XDG_DATA_HOME=data, XDG_CACHE_HOME=None)
-    assert "gdn_decode" in python(*EXPLAIN, env=env).stdout
-    python("-c", CALL, env=env)
+    assert "gdn_decode" in python("-c", CALL + EXPLAIN, env=env).stdout
     assert tree(PACKAGE) == before
 
 
@@ -227,5 +225,5 @@ def test_a_user_without_a_name() -> None:
     env = environment(HOME=None, USER=None, LOGNAME=None, XDG_DATA_HOME=None, XDG_CACHE_HOME=None)
     check = f"import os\nassert os.getuid() == {UNNAMED}\n"
     check += f"assert not os.access({str(PACKAGE)!r}, os.W_OK)\n"
-    python("-c", check + CALL, prefix=AS_UNNAMED, env=env)
-    assert "gdn_decode" in python(*EXPLAIN, prefix=AS_UNNAMED, env=env).stdout
+    done = python("-c", check + CALL + EXPLAIN, prefix=AS_UNNAMED, env=env)
+    assert "gdn_decode" in done.stdout

@@ -1,6 +1,6 @@
 """The package as users get it: wheel, sdist and editable install, outside the repository.
 
-Needs the package index (setuptools for the isolated build, the run-time dependencies, torch).
+Needs the package index: setuptools for the isolated builds, and the run-time dependencies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import email.message
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,13 +30,13 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-# Bytecode outside the package, so that a file that appears inside it was written on purpose.
-PYCACHE = tempfile.mkdtemp(prefix="fastkernels-pycache-")
 SHIPPED = ("*.py", "*.json", "*.jsonl", "README.md", "py.typed")
 
 pytestmark = pytest.mark.timeout(900)
 
-DECODE = """
+USE = """
+import json
+from importlib.resources import files
 import torch, fastkernels
 B, Hk, Hv, D = 2, 4, 8, 128
 bf16 = torch.bfloat16
@@ -44,14 +46,10 @@ a, b = torch.randn(B, 1, Hv, dtype=bf16), torch.randn(B, 1, Hv, dtype=bf16)
 output, new_state = fastkernels.gdn_decode(q, k, v, state, torch.rand(Hv), a, torch.rand(Hv), b)
 assert output.shape == (B, 1, Hv, D) and new_state.shape == state.shape
 assert output.isfinite().all() and new_state.isfinite().all()
-print(fastkernels.__file__)
-"""
-TABLES = """
-from importlib.resources import files
-import json
-tables = files("fastkernels._tables")
-print(json.dumps(sorted(f"{d.name}/{f.name}" for d in tables.iterdir() if d.is_dir()
-                        for f in d.iterdir() if f.name.endswith(".toml"))))
+folders = [entry for entry in files("fastkernels._tables").iterdir() if entry.is_dir()]
+tables = [f"{d.name}/{f.name}" for d in folders for f in d.iterdir() if f.name.endswith(".toml")]
+print(json.dumps({"file": fastkernels.__file__, "version": fastkernels.__version__,
+                  "tables": sorted(tables)}))
 """
 
 
@@ -60,10 +58,10 @@ def run(*command: str | Path, cwd: Path) -> str:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "VIRTUAL_ENV", "FASTKERNELS_", "COV_"))
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        and not name.startswith("FASTKERNELS_")
     }
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    environment["PYTHONPYCACHEPREFIX"] = PYCACHE
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True
     )
@@ -71,31 +69,57 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def link_torch(site_packages: Path) -> None:
+    """This environment's torch and what it requires, linked: a second one would take 0.8 GB on
+    disk, or 7 GB with CUDA. Nothing may be uninstalled there."""
+    pending, linked = ["torch"], set()
+    while pending:
+        name = pending.pop()
+        linked.add(name)
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # required on another platform or Python
+            continue
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site_packages / top).exists():
+                (site_packages / top).symlink_to(str(distribution.locate_file(top)))
+        for requirement in distribution.requires or ():
+            match = re.match(r"[\w.-]+", requirement)
+            if match and "extra ==" not in requirement and match[0] not in linked:
+                pending.append(match[0])
+
+
 class Installation:
-    """A virtual environment with torch, and a folder elsewhere to run from."""
+    """A virtual environment with torch alone, and a folder elsewhere to run from."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "venv" / "bin"
         self.elsewhere = folder / "elsewhere"
         self.elsewhere.mkdir()
         run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-        self.pip(f"torch=={torch.__version__.partition('+')[0]}")
+        (self.site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+        link_torch(self.site_packages)
 
     def pip(self, *arguments: str | Path) -> None:
         command = (self.bin / "python", "-m", "pip", "install", "--quiet", "--no-compile")
         run(*command, *arguments, cwd=self.elsewhere)
 
-    def python(self, code: str) -> str:
-        return run(self.bin / "python", "-c", code, cwd=self.elsewhere).strip()
+    def use(self) -> dict[str, Any]:
+        """What a user sees after one call of an operator."""
+        lines = run(self.bin / "python", "-c", USE, cwd=self.elsewhere).splitlines()
+        seen: dict[str, Any] = json.loads(lines[-1])
+        return seen
 
     def fastkernels(self, *arguments: str) -> str:
         return run(self.bin / "fastkernels", *arguments, cwd=self.elsewhere)
 
 
-
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fastkernels-wheel-") as name:
+    """Bytecode goes beside, so that a file that appears in the package was written on purpose."""
+    temporary = tempfile.TemporaryDirectory(prefix="fastkernels-wheel-")
+    with temporary as name, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPYCACHEPREFIX", f"{name}/pycache")
         yield Path(name)
 
 
@@ -116,7 +140,7 @@ def wheel(checkout: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: Path) -> email.message.Message:
+def wheel_metadata(wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return email.message_from_bytes(archive.read(name))
@@ -169,8 +193,8 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     assert shipped == sources()
 
 
-def test_metadata(metadata: email.message.Message) -> None:
-    required = metadata.get_all("Requires-Dist", [])
+def test_metadata(wheel_metadata: email.message.Message) -> None:
+    required = wheel_metadata.get_all("Requires-Dist", [])
     assert {r.partition(";")[0].strip() for r in required if "extra ==" not in r} == {
         "torch>=2.10",
         "apache-tvm-ffi<0.2,>=0.1.11",
@@ -178,10 +202,10 @@ def test_metadata(metadata: email.message.Message) -> None:
         "rich<16,>=13",
         "tomli<3,>=2",
     }
-    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "dev", "jit"}
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert set(wheel_metadata.get_all("Provides-Extra", [])) == {"bench", "dev", "jit"}
+    assert wheel_metadata["Requires-Python"] == ">=3.10"
+    assert wheel_metadata["License-Expression"] == "Apache-2.0"
+    assert wheel_metadata.get_all("License-File") == ["LICENSE"]
 
 
 def test_an_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, folder: Path) -> None:
@@ -203,25 +227,24 @@ def test_an_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, folder: Pat
 
 
 def test_the_wheel_works_elsewhere(
-    installed: Installation, metadata: email.message.Message
+    installed: Installation, wheel_metadata: email.message.Message
 ) -> None:
-    """A call, the tables, the command and the version, and nothing of it writes into the package."""
-    (package,) = installed.bin.parent.glob("lib/python*/site-packages/fastkernels")
+    """A call, the tables, the command and the version; nothing writes into the package."""
+    package = installed.site_packages / "fastkernels"
     before = contents(package)
-    assert Path(installed.python(DECODE)).parent == package
     assert (package / "py.typed").is_file()
-    assert json.loads(installed.python(TABLES)) == table_names()
-    version = installed.python("import fastkernels; print(fastkernels.__version__)")
-    assert version == metadata["Version"]
+    seen = installed.use()
+    assert Path(seen["file"]).parent == package
+    assert seen["version"] == wheel_metadata["Version"]
+    assert seen["tables"] == table_names()
     json.loads(installed.fastkernels("doctor", "--json"))
-    explained = installed.fastkernels(
-        "explain", "gdn_decode", "--axis", "batch_size=8", "--device", "h200"
-    )
-    assert "gdn_decode" in explained
+    problem = ("--axis", "batch_size=8", "--device", "h200")
+    assert "gdn_decode" in installed.fastkernels("explain", "gdn_decode", *problem)
     assert contents(package) == before
 
 
 def test_an_editable_install_sees_the_tables(installed: Installation, checkout: Path) -> None:
     installed.pip("--no-deps", "--editable", checkout)
-    assert Path(installed.python(DECODE)).is_relative_to(checkout)
-    assert json.loads(installed.python(TABLES)) == table_names()
+    seen = installed.use()
+    assert Path(seen["file"]).is_relative_to(checkout)
+    assert seen["tables"] == table_names()

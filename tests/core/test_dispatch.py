@@ -108,6 +108,14 @@ def test_rejected_tables_leave_the_safe_route_and_a_note(
     assert any(note in text for text in selection.notes), selection.notes
 
 
+def test_a_missing_tables_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.TABLES, str(tmp_path / "typo"))
+    dispatch.reload_tables()
+    selection = dispatch.choose(OPERATOR, key(8, named_device("cpu")))
+    assert any("typo, which is no folder" in note for note in selection.notes)
+    assert selection.is_fallback
+
+
 def test_unknown_route_falls_back_by_name(tables: Path) -> None:
     """C86: entries are matched by stable name, whatever the order of routes."""
     reordered = Operator(SPEC, (toy.SMALL, toy.TILED, toy.SAFE), toy.toy)

@@ -5,7 +5,6 @@ A route that is listed in its operator's ROUTES is tested here without another l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,22 +18,25 @@ from fastkernels.testing import contracts, hostile
 # The whole CONTEST and SERVING lists are for the GPU; on two CPU cores these stand for them: full
 # geometry, every form of the draw, at the small end of the variable axes.
 CPU_CONTEST = {
-    "gdn_decode": 10,
-    "gdn_prefill": 12,
-    "dsa_sparse_attention": 4,
-    "dsa_topk_indexer": 6,
+    "gdn_decode": 6,
+    "gdn_prefill": 10,
+    "dsa_sparse_attention": 2,  # 0.6 GB of caches a case
+    "dsa_topk_indexer": 5,
     "moe_fp8_block_scale": 0,  # 1.4 GB of weights a case: `fastkernels demo` runs three of them
 }
 
 
-def _params(*lists: str) -> Iterator[Any]:
+def _params(*lists: str) -> list[Any]:
+    params = []
     for operator in catalog.OPERATORS:
         for name in lists:
             pairs = list(contracts.pairs(operator, name, CPU))
             if name == "CONTEST":
                 pairs = _spread(pairs, CPU_CONTEST[operator.name])
             for route, case in pairs:
-                yield pytest.param(operator, route, case, id=f"{operator.name}-{route.name}-{case.name}")
+                name = f"{operator.name}-{route.name}-{case.name}"
+                params.append(pytest.param(operator, route, case, id=name))
+    return params
 
 
 def _spread(pairs: list[tuple[Route, Case]], count: int) -> list[tuple[Route, Case]]:
@@ -49,7 +51,7 @@ def test_oracle(operator: Operator, route: Route, case: Case) -> None:
     contracts.check_oracle(operator, route, case, "cpu")
 
 
-@pytest.mark.parametrize("layout", hostile.LAYOUTS)
+@pytest.mark.parametrize("layout", hostile.LAYOUTS[1:])  # torch routes do not look at alignment
 @pytest.mark.parametrize(("operator", "route", "case"), _params("CORNER"))
 def test_given_outputs(operator: Operator, route: Route, case: Case, layout: str) -> None:
     contracts.check_given_outputs(operator, route, case, "cpu", layout)
@@ -60,15 +62,15 @@ def test_fresh_outputs(operator: Operator, route: Route, case: Case) -> None:
     contracts.check_fresh_outputs(operator, route, case, "cpu")
 
 
-def _gpu_params(*lists: str) -> Iterator[Any]:
-    """The routes that some GPU we know serves; which of them this GPU serves is seen at run time."""
-    for operator in catalog.OPERATORS:
-        for name in lists:
-            for case in contracts.cases(operator, name):
-                for route in operator.routes:
-                    yield pytest.param(
-                        operator, route, case, id=f"{operator.name}-{route.name}-{case.name}"
-                    )
+def _gpu_params(*lists: str) -> list[Any]:
+    """Every route with every case; which of them this GPU serves is seen at run time."""
+    return [
+        pytest.param(operator, route, case, id=f"{operator.name}-{route.name}-{case.name}")
+        for operator in catalog.OPERATORS
+        for name in lists
+        for case in contracts.cases(operator, name)
+        for route in operator.routes
+    ]
 
 
 @pytest.mark.gpu

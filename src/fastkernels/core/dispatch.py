@@ -233,6 +233,9 @@ def find_table(operator: Operator, device: DeviceInfo) -> tuple[Table | None, tu
 
 def _search_table(spec: OpSpec, device: DeviceInfo) -> tuple[Table | None, tuple[str, ...]]:
     notes: list[str] = []
+    asked = envs.tables_folder()
+    if asked is not None and not asked.is_dir():
+        notes.append(f"{envs.TABLES} names {asked}, which is no folder")
     exact = tables.file_name(device.arch, device.product)
     folders = [folder / spec.name for folder in table_folders()]
     candidates = [folder / exact for folder in folders if (folder / exact).is_file()]

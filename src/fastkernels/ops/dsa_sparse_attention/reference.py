@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from fastkernels.ops.dsa_sparse_attention.problem import Inputs
 from fastkernels.ops.dsa_sparse_attention.spec import SPEC
 
 LOGIT_SLACK = 2.0**-20
-"""Rounding of a logit that is not held against a kernel, relative to `sm_scale * sum |q_d k_jd|`."""
+"""Rounding of a logit not held against a kernel, relative to `sm_scale * sum |q_d k_jd|`."""
 
 LSE_RELATIVE = 2.0**-18
 
@@ -47,9 +48,18 @@ class Expected:
         ]
 
 
+def _on_cpu(inputs: Inputs) -> Inputs:
+    tensors: dict[str, Any] = {
+        name: value.cpu()
+        for name, value in inputs._asdict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    return inputs._replace(**tensors)
+
+
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs(*(v.detach().cpu() if isinstance(v, torch.Tensor) else v for v in inputs))
+    x = _on_cpu(inputs)
     num_pages, page_size, _ = x.ckv_cache.shape
     output = torch.zeros(x.q_nope.shape, dtype=torch.float64)
     kappa = torch.zeros_like(output)

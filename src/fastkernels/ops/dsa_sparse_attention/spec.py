@@ -1,5 +1,5 @@
-"""Twin of the contest definition `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64`, with what we
-accept beyond it: any number of heads, any widths, any page size, any number of indices per token."""
+"""Twin of the contest definition `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64`, with what
+we accept beyond it: any number of heads and of indices per token, any widths, any page size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ SPEC = OpSpec(
         TensorSpec("lse", ("num_tokens", "num_qo_heads"), ("float32",)),
     ),
     options=(
-        ScalarSpec("lse_base", "choice", default=2, choices=(2, "e"), doc="base of lse's logarithm"),
+        ScalarSpec(
+            "lse_base", "choice", default=2, choices=(2, "e"), doc="base of lse's logarithm"
+        ),
     ),
     tolerances=(
         Tolerance("output", "rel_frobenius", 6e-3),

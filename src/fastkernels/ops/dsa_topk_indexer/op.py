@@ -24,7 +24,8 @@ def dsa_topk_indexer(
 ) -> torch.Tensor:
     """The topk best cache positions of every row by the indexer's score; returns topk_indices.
 
-    `score[t] = sum_h weights[h] * relu(scale_t * (q_h . k_t))` over the row's first seq_len positions.
+    `score[t] = sum_h weights[h] * relu(scale_t * (q_h . k_t))`, t over the row's first seq_len
+    positions.
 
     q_index_fp8: [B, H, 128] float8_e4m3fn, any number of heads.   weights: [B, H] float32.
     k_index_cache_fp8: [pages, 64, 1, 132] int8 or uint8 bytes; a page is 64 rows of 128 e4m3 bytes,
@@ -37,8 +38,8 @@ def dsa_topk_indexer(
     out: topk_indices.   workspace: uint8, see fastkernels.workspace_size.
 
     topk_indices: [B, topk] int32, page * 64 + offset: the min(topk, candidates) best ones in any
-    order, then -1. Among equal scores the lowest position of the row wins; NaN ranks above +inf, and
-    -0.0 equals +0.0. A page listed twice may give an index twice.
+    order, then -1. Among equal scores the lowest position of the row wins; NaN ranks above +inf,
+    and -0.0 equals +0.0. A page listed twice may give an index twice.
 
     Equations and sources: ops/dsa_topk_indexer/README.md.
     Raises ArgumentError, UnsupportedProblem, NotWarmedUp.

@@ -31,11 +31,8 @@ class Inputs(NamedTuple):
 
 
 def bind(inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | None) -> Problem:
-    """Check a call and prepare its output. The axis `topk` is the option's value."""
-    axes = {**check_inputs(SPEC, inputs), "topk": inputs.topk}
-    if not SPEC.axis["topk"].accepts(inputs.topk):
-        accepted = SPEC.axis["topk"].accepted()
-        raise ArgumentError(f"{SPEC.name}: 'topk' is {inputs.topk}, expected {accepted}")
+    """Check a call and prepare its output."""
+    axes = check_inputs(SPEC, inputs)
     device = input_device(inputs, SPEC)
     outputs = prepare_outputs(SPEC, inputs, axes, device, out)
     check_workspace(SPEC, inputs, workspace, outputs, device)
@@ -62,6 +59,6 @@ def _check_rows(inputs: Inputs) -> None:
     if wrong.numel():
         row, page = wrong[0].tolist()
         raise ArgumentError(
-            f"{SPEC.name}: 'block_table'[{row}, {page}] is {int(pages[row, page])}, expected a page "
-            f"of the cache (num_pages={num_pages}) within the row's length {int(lengths[row])}"
+            f"{SPEC.name}: 'block_table'[{row}, {page}] is {int(pages[row, page])}, expected a "
+            f"page of the cache (num_pages={num_pages}) within the row's length {int(lengths[row])}"
         )

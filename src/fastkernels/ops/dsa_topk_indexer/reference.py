@@ -1,15 +1,16 @@
 """The oracle of dsa_topk_indexer: float64 scores, row by row, the selection rule, and the judge.
 
-A kernel need not return the oracle's set: rounding may swap positions of nearly equal score. The judge
-scores what came back, instead: how many, whether each index can be reached, whether one came too
-often, whether a position was left out whose score is above that of a taken one by more than rounding
-explains, and whether ties that rounding cannot break went to the lowest positions.
+A kernel need not return the oracle's set: rounding may swap positions of nearly equal score. The
+judge scores what came back, instead: how many, whether each index can be reached, whether one came
+too often, whether a position was left out whose score is above that of a taken one by more than
+rounding explains, and whether ties that rounding cannot break went to the lowest positions.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ BAND_FLOOR = 2.0**-140
 """Score difference that float32 cannot hold; always allowed."""
 
 CERTAIN_SIGN = 2.0**-17
-"""A dot product this far from 0, relative to `sum |q_d k_d|`, keeps its sign in float32 in any order
-of its 128 terms."""
+"""A dot product this far from 0, relative to `sum |q_d k_d|`, keeps its sign in float32 in any
+order of its 128 terms."""
 
 _OUTPUT = SPEC.outputs[0].name
 _CHUNK = 8192  # positions scored at once
@@ -71,7 +72,7 @@ class Expected:
         return answer
 
     def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
-        """Ours, each the worst over rows: padding, membership (count of wrong entries), band, ties."""
+        """Ours, each the worst over rows: wrong padding, wrong members, band, wrong ties."""
         got = outputs[0].detach().cpu().long()
         judged = [_judge_row(i, row, got[i], self.topk) for i, row in enumerate(self.rows)]
         kinds = zip(*judged, strict=True) if judged else ((error,) for error in _nothing_wrong())
@@ -115,7 +116,9 @@ def _judge_padding(i: int, row: Row, entries: torch.Tensor, topk: int) -> Error:
     """min(topk, candidates) indices first, then -1 alone."""
     count = min(topk, row.indices.numel())
     is_wrong = torch.cat([entries[:count] < 0, entries[count:] != -1])
-    return _count_wrong(i, "padding", is_wrong.nonzero().flatten(), entries, f"{count} indices, then -1")
+    return _count_wrong(
+        i, "padding", is_wrong.nonzero().flatten(), entries, f"{count} indices, then -1"
+    )
 
 
 def _judge_membership(i: int, entries: torch.Tensor, strays: torch.Tensor) -> Error:
@@ -123,11 +126,15 @@ def _judge_membership(i: int, entries: torch.Tensor, strays: torch.Tensor) -> Er
     return _count_wrong(i, "membership", strays, entries, "a candidate that no other entry names")
 
 
-def _count_wrong(i: int, metric: str, wrong: torch.Tensor, entries: torch.Tensor, want: str) -> Error:
+def _count_wrong(
+    i: int, metric: str, wrong: torch.Tensor, entries: torch.Tensor, want: str
+) -> Error:
     if wrong.numel() == 0:
         return Error(_OUTPUT, metric, 0.0, 0.0)
     first = int(wrong.min())
-    return Error(_OUTPUT, metric, float(wrong.numel()), 0.0, (i, first), str(int(entries[first])), want)
+    return Error(
+        _OUTPUT, metric, float(wrong.numel()), 0.0, (i, first), str(int(entries[first])), want
+    )
 
 
 def _take(row: Row, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +161,7 @@ def _judge_band(i: int, row: Row, taken: torch.Tensor) -> Error:
     """The worst `(s_i - s_j) / (M_i + M_j)` of a position i left out and a position j taken.
 
     Over all pairs the limit c is kept exactly if it is kept by the i of largest `s_i - c M_i` and
-    the j of smallest `s_j + c M_j`. NaN, +inf, finite and -inf scores are classes, compared exactly.
+    the j of smallest `s_j + c M_j`. NaN, +inf, finite, -inf are classes and compared exactly.
     """
     band = SPEC.tolerances[0]
     kind = _classes(row.scores)
@@ -218,9 +225,18 @@ def _judge_ties(i: int, row: Row, taken: torch.Tensor) -> Error:
 # ---- scores -------------------------------------------------------------------------------------
 
 
+def _on_cpu(inputs: Inputs) -> Inputs:
+    tensors: dict[str, Any] = {
+        name: value.cpu()
+        for name, value in inputs._asdict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    return inputs._replace(**tensors)
+
+
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs(*(v.detach().cpu() if isinstance(v, torch.Tensor) else v for v in inputs))
+    x = _on_cpu(inputs)
     num_pages, max_num_pages = x.k_index_cache_fp8.shape[0], x.block_table.shape[1]
     rows = []
     for q, weights, length, table in zip(
@@ -236,7 +252,11 @@ def reference(inputs: Inputs) -> Expected:
 
 
 def _score_row(
-    q: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, page: torch.Tensor, offset: torch.Tensor
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
 ) -> Row:
     """The candidates at `(page, offset)` [n] for one query [H, 128] and weights [H]."""
     parts: list[tuple[torch.Tensor, ...]] = [(torch.empty(0, dtype=torch.float64),) * 2]
@@ -272,7 +292,7 @@ def read_keys(
 def _is_certain_zero(
     q: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Whether each of n positions of score 0 has zero terms only, whatever the order of summation."""
+    """Whether each of n positions of score 0 has zero terms only, in any order of summation."""
     size = q.abs() @ key.abs().T  # [H, n]
     is_negative = (q @ key.T) * scale.sign() <= -CERTAIN_SIGN * size
     return ((weights == 0)[:, None] | (scale == 0) | (size == 0) | is_negative).all(0)

@@ -1,7 +1,8 @@
 """Twin of the contest definition `dsa_topk_indexer_fp8_h64_d128_topk2048_ps64`, with what we accept
 beyond it: any number of heads and any top-k.
 
-The definition's constraint `topk <= max_num_pages * page_size` is not checked: short rows end in -1.
+The definition's constraint `topk <= max_num_pages * page_size` is not checked: short rows end
+in -1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastkernels.ops._shared.compare import Error, official, relative_rows
+from fastkernels.ops._shared.compare import Error, official, relative_rows, unchanged
 from fastkernels.ops._shared.gdn import gates, resolve_scale
 from fastkernels.ops.gdn_decode.problem import Inputs
 from fastkernels.ops.gdn_decode.spec import SPEC
@@ -16,20 +16,22 @@ from fastkernels.ops.gdn_decode.spec import SPEC
 class Expected:
     """float64 outputs, and the same rows from absolute values (`kappa`) as yardstick.
 
-    In pool form `new_state` is the whole pool, with kappa 0 for slots that must keep their bits.
+    In pool form `new_state` is the whole pool; slots in `kept` must keep their bits.
     """
 
     output: torch.Tensor
     new_state: torch.Tensor
     output_kappa: torch.Tensor
     new_state_kappa: torch.Tensor
+    kept: torch.Tensor
 
     def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
-        """Ours: worst (row, head) of the output and of the state."""
+        """Ours: worst (row, head) of the output and of the state, and what must keep its bits."""
         output, new_state = outputs
         return [
             relative_rows(SPEC.tolerances[0], output, self.output, self.output_kappa, row_dims=1),
             relative_rows(SPEC.tolerances[1], new_state, self.new_state, self.new_state_kappa, row_dims=2),
+            unchanged("new_state", new_state, self.new_state, self.kept),
         ]
 
     def judge_official(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
@@ -68,6 +70,7 @@ def reference(inputs: Inputs) -> Expected:
     else:
         before = x.state.double()
     after, after_kappa = before.clone(), torch.zeros_like(before)
+    kept = torch.ones(before.shape[0], dtype=torch.bool)
     read = range(batch_size) if x.read_indices is None else x.read_indices.tolist()
     write = read if x.write_indices is None else x.write_indices.tolist()
     for i in range(batch_size):
@@ -86,4 +89,5 @@ def reference(inputs: Inputs) -> Expected:
             output[i, 0, h], output_kappa[i, 0, h] = o, o_kappa
             if 0 <= write[i] < before.shape[0]:
                 after[write[i], h], after_kappa[write[i], h] = S, S_kappa
-    return Expected(output, after, output_kappa, after_kappa)
+                kept[write[i]] = False
+    return Expected(output, after, output_kappa, after_kappa, kept)

@@ -125,7 +125,7 @@ CORNER: tuple[Case, ...] = (
     Case("stray-tokens", (5, 30), seed=42, stray=9),
     Case("only-stray-tokens", (), seed=43, stray=9),
     Case("all-padding", (5, 0, 30), seed=44, mode="pool", padding="all"),
-    Case("largest", (1, 1500, 500, 47), seed=45),
+    Case("largest", (1, 700, 276, 47), seed=45),
 )
 
 CONTEST: tuple[Case, ...] = tuple(

@@ -32,7 +32,7 @@ def moe_fp8_block_scale(
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Grouped top-k routing and the feed-forward of the local experts; returns output [T, H] bfloat16.
+    """Grouped top-k routing and the local experts' feed-forward; returns output [T, H] bfloat16.
 
     Experts [local_expert_offset, local_expert_offset + El) of E are held here; the output is their
     share of the sum, exactly 0 for a token that uses none of them. Any int32 offset is legal.
@@ -46,8 +46,8 @@ def moe_fp8_block_scale(
     H and I are multiples of 128. Scales multiply.
     routed_scaling_factor: float, applied to the normalised weights.
 
-    topk, num_groups, topk_groups: experts of a token; groups of E / num_groups experts, and how many
-    of them a token may use. Ties go to the lower index.
+    topk, num_groups, topk_groups: experts of a token; groups of E / num_groups experts, and how
+    many of them a token may use. Ties go to the lower index.
     topk_ids, topk_weights: [T, topk] int32 or int64, and float32, any strides: routing computed
     elsewhere, the factor already in. routing_logits and routing_bias must be None, num_groups,
     topk_groups and routed_scaling_factor are not used. Negative ids are padding; an id that stands

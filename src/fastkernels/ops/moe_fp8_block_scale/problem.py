@@ -42,20 +42,16 @@ class Inputs(NamedTuple):
     deterministic: bool = False
 
 
-def bind(
-    inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | None
-) -> Problem:
+def bind(inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | None) -> Problem:
     """Check a call and prepare its output.
 
     With given routing the group arguments mean nothing and are set to the definition's values, so
-    that such calls share their keys. `deterministic` is a trait of the key: a route may decline on it.
+    that such calls share their keys. `deterministic` is a trait of the key: a route may decline it.
     """
     mode = _routing_mode(inputs)
     if mode == "precomputed":
         groups = SPEC.constants
-        inputs = inputs._replace(
-            num_groups=groups["num_groups"], topk_groups=groups["topk_groups"]
-        )
+        inputs = inputs._replace(num_groups=groups["num_groups"], topk_groups=groups["topk_groups"])
     axes = check_inputs(SPEC, inputs)
     if mode == "logits":
         _check_candidates(axes)
@@ -82,7 +78,8 @@ def _routing_mode(inputs: Inputs) -> str:
         )
     if given and source:
         raise ArgumentError(
-            f"{SPEC.name}: {source[0]!r} is given, expected None beside 'topk_ids' and 'topk_weights'"
+            f"{SPEC.name}: {source[0]!r} is given, expected None beside 'topk_ids' and "
+            "'topk_weights'"
         )
     if not given and len(source) < 2:
         missing = "routing_bias" if source == ["routing_logits"] else "routing_logits"

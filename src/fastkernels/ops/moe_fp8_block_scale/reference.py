@@ -1,7 +1,7 @@
 """The oracle of moe_fp8_block_scale: float32, expert by expert, and how outputs are judged.
 
-Routing is decided in float64. Where a decision is so close that float32 may turn it, every choice that
-float32 may make is a variant, and an output is right if it matches one of its token's variants.
+Routing is decided in float64. Where a decision is so close that float32 may turn it, every choice
+that float32 may make is a variant, and an output is right if it matches a variant of its token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastkernels.ops.moe_fp8_block_scale.spec import BLOCK, REQUANTISED, REQUANT
 
 BAND_ULPS = 8
 MAX_VARIANTS = 64
-"""Variants of a token that are tried. Beyond it (dozens of experts in one band) a token is held to the
-first ones, always including float32 arithmetic on correctly rounded sigmoids, and the exact choice."""
+"""Variants of a token that are tried. Beyond it (dozens of experts in one band) a token is held to
+the first ones, among them what float32 makes of correctly rounded sigmoids and the exact choice."""
 
 ROWS = 1024  # rows that are computed or compared together; bounds the memory
 
@@ -43,7 +43,10 @@ class Variants:
     def mismatches(self, ids: torch.Tensor) -> list[int]:
         """Tokens whose row of `ids` [T, topk], in any order, is no admissible choice."""
         got = [tuple(sorted(row)) for row in ids.tolist()]
-        accepted = {(t, tuple(sorted(row))) for t, row in zip(self.token.tolist(), self.ids.tolist())}
+        accepted = {
+            (t, tuple(sorted(row)))
+            for t, row in zip(self.token.tolist(), self.ids.tolist(), strict=True)
+        }
         return [t for t, row in enumerate(got) if (t, row) not in accepted]
 
 
@@ -51,9 +54,10 @@ def admissible_routing(inputs: Inputs) -> Variants:
     """Every routing that `inputs` admit (CPU tensors); given routing admits itself only."""
     if inputs.topk_ids is not None:
         assert inputs.topk_weights is not None
-        token = torch.arange(inputs.topk_ids.shape[0])
-        return Variants(token, inputs.topk_ids.long(), inputs.topk_weights.float())
-    assert inputs.routing_logits is not None and inputs.routing_bias is not None
+        ids = inputs.topk_ids.long()
+        return Variants(torch.arange(ids.shape[0]), ids, inputs.topk_weights)
+    assert inputs.routing_logits is not None
+    assert inputs.routing_bias is not None
     logits, bias = _nan_to_minus_inf(inputs.routing_logits), _nan_to_minus_inf(inputs.routing_bias)
     exact = torch.sigmoid(logits.double())
     rounded = exact.float()
@@ -65,24 +69,21 @@ def admissible_routing(inputs: Inputs) -> Variants:
         _group_scores(biased32, inputs.num_groups),
         _group_scores(biased64, inputs.num_groups),
     )
-    token: list[int] = []
-    ids: list[tuple[int, ...]] = []
+    preferred: list[tuple[int, tuple[int, ...]]] = []
     others: list[tuple[int, tuple[int, ...]]] = []
     for t, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         keys = torch.stack((logits[t], bias.float()), dim=1)
-        choices = islice(_expert_choices(*values, keys, inputs), MAX_VARIANTS)
+        choices = islice(_expert_choices(values, keys, inputs), MAX_VARIANTS)
         first, *rest = dict.fromkeys(choices)
-        token.append(t)
-        ids.append(first)
+        preferred.append((t, first))
         others += [(t, choice) for choice in rest]
-    token += [t for t, _ in others]
-    ids += [choice for _, choice in others]
 
-    where = torch.tensor(token, dtype=torch.int64)
-    table = torch.tensor(ids, dtype=torch.int64).reshape(-1, inputs.topk)
-    chosen = exact[where].gather(1, table)
+    token = torch.tensor([t for t, _ in preferred + others], dtype=torch.int64)
+    ids = torch.tensor([choice for _, choice in preferred + others], dtype=torch.int64)
+    ids = ids.reshape(-1, inputs.topk)  # without tokens, too
+    chosen = exact[token].gather(1, ids)
     weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * inputs.routed_scaling_factor
-    return Variants(where, table, weights.float())
+    return Variants(token, ids, weights.float())
 
 
 def _group_scores(biased: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -93,17 +94,14 @@ def _group_scores(biased: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _expert_choices(
-    experts32: list[float],
-    experts64: list[float],
-    groups32: list[float],
-    groups64: list[float],
-    keys: torch.Tensor,
-    inputs: Inputs,
+    columns: tuple[list[float], ...], keys: torch.Tensor, inputs: Inputs
 ) -> Iterator[tuple[int, ...]]:
     """Ascending expert ids of one token, the preferred choice first; may repeat itself.
 
+    columns: the token's biased scores and group scores, each in float32 and in float64.
     keys: [num_experts, 2], what each expert's value is computed from.
     """
+    experts32, experts64, groups32, groups64 = columns
     size = len(experts64) // inputs.num_groups
 
     def expert_key(e: int) -> Hashable:
@@ -246,7 +244,8 @@ class Expected:
 
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed. Holds one expert in float32 at a time."""
-    x = Inputs(*(v.detach().cpu() if isinstance(v, torch.Tensor) else v for v in inputs))
+    given = inputs._asdict()
+    x = Inputs(**{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
     num_tokens, hidden_size = x.hidden_states.shape
     variants = admissible_routing(x)
     outputs = torch.zeros((variants.token.shape[0], hidden_size))
@@ -262,7 +261,9 @@ def reference(inputs: Inputs) -> Expected:
         dequantise(x.gemm1_weights[e], x.gemm1_weights_scale[e], w13)
         dequantise(x.gemm2_weights[e], x.gemm2_weights_scale[e], w2)
         w2_squares = torch.linalg.vector_norm(w2, dim=0).square()
-        parts = [(some, gated(activations(x, variants.token[some]) @ w13.T)) for some in rows.split(ROWS)]
+        parts = [
+            (some, gated(activations(x, variants.token[some]) @ w13.T)) for some in rows.split(ROWS)
+        ]
         for some, C in parts:
             outputs[some] += weight[some] * (C @ w2.T)
             squares[some] += weight[some, 0].square() * (C.square() @ w2_squares)

@@ -26,7 +26,7 @@ def route_tokens(
     """
     num_tokens, num_experts = logits.shape
     group_size = num_experts // num_groups
-    # Rounded from float64, since torch's float32 sigmoid differs in the last place between its vector
+    # Rounded from float64: torch's float32 sigmoid differs in the last place between its vector
     # body and its scalar tail, and equal logits must stay equal.
     scores = torch.sigmoid(_rankable(logits).double()).float()
     biased = scores + _rankable(bias).float()

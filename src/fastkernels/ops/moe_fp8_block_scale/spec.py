@@ -1,9 +1,18 @@
-"""Twin of the contest definition `moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048`, with
-what we accept beyond it: other expert counts and groups, any sizes in whole blocks, given routing."""
+"""Twin of the contest definition `moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048`,
+with what we accept beyond it: other counts of experts and groups, sizes in whole blocks, routing
+that was computed elsewhere."""
 
 from __future__ import annotations
 
-from fastkernels.core.spec import Axis, Constraint, Derived, OpSpec, ScalarSpec, TensorSpec, Tolerance
+from fastkernels.core.spec import (
+    Axis,
+    Constraint,
+    Derived,
+    OpSpec,
+    ScalarSpec,
+    TensorSpec,
+    Tolerance,
+)
 
 BLOCK = 128
 """Columns that share an activation scale; rows and columns that share a weight scale."""
@@ -11,8 +20,6 @@ BLOCK = 128
 MODES = ("logits", "precomputed")
 
 _LOGITS_HINT = "rounding router logits changes which experts are chosen"
-_SCALE_HINT = "activation scales lie block by token, [hidden_size / 128, T]; a .t() view is read by stride"
-_IDS_HINT = "pass their number of columns as topk="
 
 SPEC = OpSpec(
     name="moe_fp8_block_scale",
@@ -21,12 +28,36 @@ SPEC = OpSpec(
         Axis("seq_len", "tokens"),
         Axis("num_experts", "experts of all ranks", value=256, is_open=True, at_least=1),
         Axis("num_local_experts", "experts held here", value=32, is_open=True, at_least=1),
-        Axis("hidden_size", value=7168, is_open=True, at_least=BLOCK, multiple_of=BLOCK),
-        Axis("intermediate_size", value=2048, is_open=True, at_least=BLOCK, multiple_of=BLOCK),
-        Axis("gemm1_out_size", derived=Derived("intermediate_size", mul=2)),
-        Axis("num_hidden_blocks", derived=Derived("hidden_size", div=BLOCK)),
-        Axis("num_intermediate_blocks", derived=Derived("intermediate_size", div=BLOCK)),
-        Axis("num_gemm1_out_blocks", derived=Derived("intermediate_size", mul=2, div=BLOCK)),
+        Axis(
+            "hidden_size",
+            "width of a token",
+            value=7168,
+            is_open=True,
+            at_least=BLOCK,
+            multiple_of=BLOCK,
+        ),
+        Axis(
+            "intermediate_size",
+            "width inside an expert",
+            value=2048,
+            is_open=True,
+            at_least=BLOCK,
+            multiple_of=BLOCK,
+        ),
+        Axis(
+            "gemm1_out_size", "linear half, gate half", derived=Derived("intermediate_size", mul=2)
+        ),
+        Axis("num_hidden_blocks", "blocks of 128", derived=Derived("hidden_size", div=BLOCK)),
+        Axis(
+            "num_intermediate_blocks",
+            "blocks of 128",
+            derived=Derived("intermediate_size", div=BLOCK),
+        ),
+        Axis(
+            "num_gemm1_out_blocks",
+            "blocks of 128",
+            derived=Derived("intermediate_size", mul=2, div=BLOCK),
+        ),
         Axis("topk", "experts of a token", value=8, is_open=True, at_least=1),
         Axis("num_groups", "groups of experts", value=8, is_open=True, at_least=1),
         Axis("topk_groups", "groups that a token may use", value=4, is_open=True, at_least=1),
@@ -47,7 +78,7 @@ SPEC = OpSpec(
             ("num_hidden_blocks", "seq_len"),
             ("float32",),
             dense=0,
-            hint=_SCALE_HINT,
+            doc="block by token; a .t() view of a token by block tensor is read by stride",
         ),
         TensorSpec(
             "gemm1_weights",
@@ -78,8 +109,8 @@ SPEC = OpSpec(
         ScalarSpec("topk", "int", default=8),
         ScalarSpec("num_groups", "int", default=8),
         ScalarSpec("topk_groups", "int", default=4),
-        TensorSpec("topk_ids", ("seq_len", "topk"), ("int32", "int64"), True, 0, hint=_IDS_HINT),
-        TensorSpec("topk_weights", ("seq_len", "topk"), ("float32",), True, 0, hint=_IDS_HINT),
+        TensorSpec("topk_ids", ("seq_len", "topk"), ("int32", "int64"), True, 0),
+        TensorSpec("topk_weights", ("seq_len", "topk"), ("float32",), True, 0),
         ScalarSpec("deterministic", "bool", default=False),
     ),
     constraints=(
@@ -108,7 +139,7 @@ SPEC = OpSpec(
 )
 
 REQUANTISED = Tolerance("output", "rel_frobenius", 3e-2)
-"""The limit of a route that requantises the intermediate activations to FP8, instead of the spec's."""
+"""Instead of the spec's limit, for a route that requantises the intermediate activations to FP8."""
 
 REQUANTISED_COSINE = 0.9995
 """The least cosine, per token, between such a route's output and the oracle's."""

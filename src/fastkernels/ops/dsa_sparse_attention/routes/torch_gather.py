@@ -1,4 +1,4 @@
-"""Gather the named rows, then two batched float32 products; any device, any geometry: the safe route.
+"""Gather the named rows, then batched float32 products; any device, any geometry: the safe route.
 
 Tokens are taken in tiles, so that the gathered rows of a long prefill never lie in memory at once:
 a tile needs about `token_tile * topk * (head_dim_ckv + head_dim_kpe) * 6` bytes.
@@ -43,10 +43,8 @@ def launch(
             lse[tokens].copy_(weights_sum.log() + maximum)
 
 
-def _attend(
-    inputs: Inputs, tokens: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(output [t, H, D], sum of exp(logit - maximum) [t, H], maximum [t, H])` of a tile, float32."""
+def _attend(inputs: Inputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(output [t, H, D], sum of exp(logit - maximum) [t, H], maximum [t, H])` of a tile."""
     num_pages, page_size, _ = inputs.ckv_cache.shape
     indices = inputs.sparse_indices[tokens].long()  # [t, K]
     is_padding = (indices < 0) | (indices >= num_pages * page_size)

@@ -1,9 +1,9 @@
-"""Score tiles of pages in float32, then one top-k per row over keys that are unique; any device, any
-number of heads: the safe route.
+"""Score tiles of pages in float32, then one top-k per row over keys that are unique; any device,
+any number of heads: the safe route.
 
-The score and the position are packed into one int64, so equal scores cannot tie and the selection is
-deterministic whatever algorithm torch.topk uses. A tile of `row_tile` rows and `page_tile` pages needs
-about `row_tile * page_tile * 64 * (4 * num_index_heads + 650)` bytes, the ranks of a row tile
+The score and the position are packed into one int64, so equal scores cannot tie and the selection
+is deterministic whatever algorithm torch.topk uses. A tile of `row_tile` rows and `page_tile` pages
+needs about `row_tile * page_tile * 64 * (4 * num_index_heads + 650)` bytes, the ranks of a row tile
 `row_tile * max_num_pages * 64 * 50`.
 """
 
@@ -76,7 +76,10 @@ def _score(inputs: Inputs, rows: slice, pages: torch.Tensor, page_tile: int) -> 
         # The magnitude of a finite scale comes last, so that nothing overflows before the sum does;
         # its sign decides relu, and an infinite or NaN scale acts where the formula has it.
         is_finite = scale.isfinite()
-        before, after = torch.where(is_finite, scale.sign(), scale), torch.where(is_finite, scale.abs(), 1.0)
+        before, after = (
+            torch.where(is_finite, scale.sign(), scale),
+            torch.where(is_finite, scale.abs(), 1.0),
+        )
         terms = torch.bmm(query, keys.transpose(1, 2)).mul_(before).relu_().mul_(weights)
         columns = slice(first * PAGE_SIZE, first * PAGE_SIZE + terms.shape[2])
         torch.mul(terms.sum(1), after[:, 0], out=scores[:, columns])

@@ -1,0 +1,57 @@
+"""The README is true: its example runs, its commands exist, its figures name their result file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import fastkernels
+from fastkernels import cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    for name in ("output", "state", "lse", "best", "y"):
+        assert name in names
+    used = set(re.findall(r"fk\.(\w+)\(", example))
+    assert used == {operator for operator in fastkernels.__all__ if operator.startswith(("gdn", "dsa", "moe"))}
+
+
+def test_commands_and_variables_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for command in re.findall(r"fastkernels (\w+)(?= |\n)", README):
+        if command in cli.main.commands:
+            continue
+        assert command not in ("demo", "doctor", "explain")
+    sources = (ROOT / "src" / "fastkernels" / "envs.py").read_text()
+    for variable in set(re.findall(r"FASTKERNELS_\w+", README)):
+        assert f'"{variable}"' in sources, variable
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_cpu_times_are_those_of_the_result_files() -> None:
+    """Every row of the table is the row of the named result file, to the printed digits."""
+    section = README.split("## Times on a CPU")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([\d.]+) s \| ([\d.]+) MB \|", section, flags=re.MULTILINE)
+    assert len(rows) >= 5
+    for op, sizes, seconds, megabytes in rows:
+        assert f"bench/results/cpu/{op}.json" in section
+        result = json.loads((ROOT / "bench" / "results" / "cpu" / f"{op}.json").read_text())
+        wanted = {n: int(s) for n, s in (text.split("=") for text in sizes.split(", "))}
+        found = [r for r in result["rows"] if all(r["axes"][n] == s for n, s in wanted.items())]
+        assert any(
+            f"{r['us']['median'] / 1e6:.3g}" == seconds and f"{r['peak_extra_mb']:.0f}" == megabytes
+            for r in found
+        ), (op, sizes)
