@@ -76,7 +76,9 @@ def measure(operator: Operator, case: Case, name: str) -> dict[str, Any]:
     }
 
 
-def selected(spec: OpSpec, cases: tuple[Case, ...], where: tuple[str, ...], limit: int) -> list[Case]:
+def selected(
+    spec: OpSpec, cases: tuple[Case, ...], where: tuple[str, ...], limit: int
+) -> list[Case]:
     """The cases whose axes equal every `where`, thinned to `limit` evenly spaced ones."""
     wanted = {name: int(size) for name, _, size in (text.partition("=") for text in where)}
     for name in wanted:
@@ -97,7 +99,9 @@ def selected(spec: OpSpec, cases: tuple[Case, ...], where: tuple[str, ...], limi
 @click.option("--where", multiple=True, metavar="AXIS=SIZE", help="Only these rows (repeatable).")
 @click.option("--rows", "limit", default=0, help="At most this many rows, evenly spaced; 0: all.")
 @click.option("--out", default=None, help="Folder of the result file; default: print it.")
-def main(name: str, device: str, listed: str, where: tuple[str, ...], limit: int, out: str | None) -> None:
+def main(
+    name: str, device: str, listed: str, where: tuple[str, ...], limit: int, out: str | None
+) -> None:
     """Measure one operator and write <out>/<op>.json."""
     operator = catalog.operator(name)
     cases = selected(operator.spec, contracts.cases(operator, listed.upper()), where, limit)

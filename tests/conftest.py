@@ -41,9 +41,16 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dispatch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fresh_dispatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No test sees another's tables, selections or variables, nor the machine's."""
-    for name in ("FASTKERNELS_TABLES", "FASTKERNELS_CHECK", "FASTKERNELS_STRICT", "FASTKERNELS_LOG"):
+    for name in (
+        "FASTKERNELS_TABLES",
+        "FASTKERNELS_CHECK",
+        "FASTKERNELS_STRICT",
+        "FASTKERNELS_LOG",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "no-user-data"))
     dispatch.reload_tables()

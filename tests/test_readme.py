@@ -20,7 +20,9 @@ def test_the_example_runs() -> None:
     for name in ("output", "state", "lse", "best", "y"):
         assert name in names
     used = set(re.findall(r"fk\.(\w+)\(", example))
-    assert used == {operator for operator in fastkernels.__all__ if operator.startswith(("gdn", "dsa", "moe"))}
+    assert used == {
+        operator for operator in fastkernels.__all__ if operator.startswith(("gdn", "dsa", "moe"))
+    }
 
 
 def test_commands_and_variables_exist() -> None:
@@ -44,7 +46,9 @@ def test_links_lead_somewhere() -> None:
 def test_cpu_times_are_those_of_the_result_files() -> None:
     """Every row of the table is the row of the named result file, to the printed digits."""
     section = README.split("## Times on a CPU")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([\d.]+) s \| ([\d.]+) MB \|", section, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \| ([\d.]+) s \| ([\d.]+) MB \|", section, flags=re.MULTILINE
+    )
     assert len(rows) >= 5
     for op, sizes, seconds, megabytes in rows:
         assert f"bench/results/cpu/{op}.json" in section

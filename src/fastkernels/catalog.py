@@ -41,7 +41,7 @@ def operator(name: str) -> Operator:
 
 
 def module(name: str, part: str) -> ModuleType:
-    """A part that is not imported with the package: `inputs` or `reference` of an operator."""
+    """A module of an operator by name, such as `inputs` or `reference`, which load late."""
     return import_module(f"fastkernels.ops.{operator(name).name}.{part}")
 
 
@@ -54,9 +54,9 @@ def explain(
 ) -> dispatch.Explanation:
     """Which route serves a problem, from which table and regime, and why no other route does.
 
-    `axes` are the definition's axis names; constants default to the definition's values. `device` is
-    a torch device or a product that need not be present (`"h200"`, `"b200"`, `"cpu"`); None is the
-    current GPU, else the CPU. Print the result, or take `.to_dict()`.
+    `axes` are the definition's axis names; constants default to the definition's values. `device`
+    is a torch device or a product that need not be present (`"h200"`, `"b200"`, `"cpu"`); None is
+    the current GPU, else the CPU. Print the result, or take `.to_dict()`.
 
     Raises ArgumentError, UnsupportedProblem.
     """
@@ -96,7 +96,7 @@ def workspace_size(
 def force_route(op: str, name: str, config: Any = None) -> AbstractContextManager[None]:
     """Context manager: every call of `op` in this thread is served by route `name`.
 
-    `config` is the route's config object, a dict of knobs (missing ones as in the default), or None.
-    A problem that the route declines raises UnsupportedProblem; nothing falls back.
+    `config` is the route's config object, a dict of knobs (missing ones as in the default), or
+    None. A problem that the route declines raises UnsupportedProblem; nothing falls back.
     """
     return dispatch.force_route(operator(op), name, config)

@@ -28,7 +28,9 @@ def main() -> None:
 
 @main.command("demo")
 @click.option("--op", "names", multiple=True, help="Only this operator (repeatable).")
-@click.option("--device", default=None, help="cpu or cuda[:N]; default: the GPU where there is one.")
+@click.option(
+    "--device", default=None, help="cpu or cuda[:N]; default: the GPU where there is one."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> None:
     """Run contest workloads of every operator and judge each against its oracle.
@@ -44,7 +46,12 @@ def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> N
         raise click.UsageError(str(error)) from None
     work = demo.plan(operators, target)
     rows: list[Measurement] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(work))
         for operator, case in work:
@@ -55,7 +62,10 @@ def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> N
             rows.append(demo.measure(operator, case, target, show))
             progress.advance(task)
     if as_json:
-        document = {"environment": environment(str(target)), "rows": [row.to_dict() for row in rows]}
+        document = {
+            "environment": environment(str(target)),
+            "rows": [row.to_dict() for row in rows],
+        }
         click.echo(json.dumps(document, indent=1))
     else:
         _print_demo(rows, str(target))
@@ -108,9 +118,13 @@ def _duration(us: float) -> str:
 
 @main.command("explain")
 @click.argument("op")
-@click.option("--axis", "axes", multiple=True, metavar="NAME=SIZE", help="An axis of the definition.")
+@click.option(
+    "--axis", "axes", multiple=True, metavar="NAME=SIZE", help="An axis of the definition."
+)
 @click.option("--mode", default=None, help="Form of the call, e.g. inplace or pool.")
-@click.option("--device", default=None, help="h200, b200, cpu, or a torch device; need not be present.")
+@click.option(
+    "--device", default=None, help="h200, b200, cpu, or a torch device; need not be present."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain_command(
     op: str, axes: tuple[str, ...], mode: str | None, device: str | None, as_json: bool

@@ -1,4 +1,4 @@
-"""`fastkernels demo`: real contest workloads of every operator, run, timed, judged by the oracle."""
+"""`fastkernels demo`: contest workloads of every operator, run, timed, judged by the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fastkernels.testing.compare import as_tuple, judge
 from fastkernels.testing.record import Measurement
 from fastkernels.testing.timing import time_call
 
-# The largest contest workload of the axis that fits a demonstration on two CPU cores, oracle included.
+# The largest contest workload of the axis that fits a demonstration on two CPU cores, oracle
+# included.
 CPU_LIMITS = {"moe_fp8_block_scale": ("seq_len", 80)}
 
 Progress = Callable[[str], None]
@@ -37,7 +38,9 @@ def plan(operators: tuple[Operator, ...], device: torch.device) -> list[tuple[Op
     return [(op, case) for op in operators for case in chosen_cases(op, device)]
 
 
-def measure(operator: Operator, case: Case, device: torch.device, progress: Progress) -> Measurement:
+def measure(
+    operator: Operator, case: Case, device: torch.device, progress: Progress
+) -> Measurement:
     """Draw, call, time and judge one workload on the route that dispatch chooses."""
     progress("drawing inputs")
     inputs = catalog.module(operator.name, "inputs").make_inputs(case, device)

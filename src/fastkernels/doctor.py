@@ -26,7 +26,7 @@ PEERS = ("flashinfer-python", "fla-core", "flash-mla", "deep-gemm", "vllm")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked for. `state` is ok, missing or wrong; `cost` says what follows if it is not ok."""
+    """One thing looked for. `state` is ok, missing or wrong; `cost` says what follows if not ok."""
 
     name: str
     state: str
@@ -35,9 +35,11 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything that decides how fast this installation can be. Touches the GPU's driver, no memory."""
+    """Everything that decides how fast this installation can be; asks the driver, no more."""
     return [
-        Finding("fastkernels", "ok", f"{fastkernels.__version__} in {Path(fastkernels.__file__).parent}"),
+        Finding(
+            "fastkernels", "ok", f"{fastkernels.__version__} in {Path(fastkernels.__file__).parent}"
+        ),
         Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
         Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         *_gpus(),
@@ -73,7 +75,9 @@ def _gpus() -> list[Finding]:
         known = info.arch in archs.ARCHS
         cost = "" if known else f"kernels are built for {', '.join(archs.ARCHS)}: torch routes only"
         findings.append(
-            Finding(f"cuda:{index}", "ok" if known else "missing", f"{info.product}, {info.arch}", cost)
+            Finding(
+                f"cuda:{index}", "ok" if known else "missing", f"{info.product}, {info.arch}", cost
+            )
         )
     return findings
 
@@ -103,7 +107,9 @@ def _tables() -> list[Finding]:
         label = f"table {operator.name}"
         if table is not None:
             status = "ok" if table.status == "measured" else "missing"
-            findings.append(Finding(label, status, f"{table.path} ({table.status})", "; ".join(notes)))
+            findings.append(
+                Finding(label, status, f"{table.path} ({table.status})", "; ".join(notes))
+            )
         elif device.is_gpu or notes:
             name = file_name(device.arch, device.product)
             cost = "; ".join(notes) or "the safe route serves every call"

@@ -31,7 +31,7 @@ def tables_folder() -> Path | None:
 
 
 def user_tables_folder() -> Path | None:
-    """The user's own tables, `$XDG_DATA_HOME/fastkernels/tables`; None for a user without a home."""
+    """The user's tables, `$XDG_DATA_HOME/fastkernels/tables`; None for a user without a home."""
     data = os.environ.get("XDG_DATA_HOME")
     if data:
         return Path(data) / "fastkernels" / "tables"

@@ -83,8 +83,12 @@ def test_same_architecture_is_borrowed_and_said(tables: Path) -> None:
 
 
 def test_exact_product_comes_before_a_sibling(tables: Path) -> None:
-    sibling = TABLE.replace("NVIDIA H200", "NVIDIA A-first").replace("rows = [1, 8]", "rows = [1, 9]")
-    (tables / "toy" / "sm90-a-first.toml").write_text(sibling.replace("rows = [9, 100]", "rows = [10, 100]"))
+    sibling = TABLE.replace("NVIDIA H200", "NVIDIA A-first").replace(
+        "rows = [1, 8]", "rows = [1, 9]"
+    )
+    (tables / "toy" / "sm90-a-first.toml").write_text(
+        sibling.replace("rows = [9, 100]", "rows = [10, 100]")
+    )
     assert dispatch.choose(OPERATOR, key(9)).route is toy.TILED
     other = DeviceInfo("sm90", "NVIDIA A-first", 132)
     assert dispatch.choose(OPERATOR, key(9, other)).is_fallback  # small serves rows <= 8 only
@@ -216,7 +220,9 @@ def test_forced_routes() -> None:
             assert dispatch.explain(OPERATOR, key(8)).reason == "forced by force_route"
     with dispatch.force_route(OPERATOR, "tiled", {"tile": 64}), override_device("h200"):
         assert dispatch.select(OPERATOR, key(8)).config == toy.Knobs(tile=64, fast=False)
-    with pytest.raises(ArgumentError, match="route 'fast' is unknown, expected one of tiled, small"):
+    with pytest.raises(
+        ArgumentError, match="route 'fast' is unknown, expected one of tiled, small"
+    ):
         dispatch.force_route(OPERATOR, "fast").__enter__()
     with pytest.raises(ArgumentError, match="no knob 'size'"):
         dispatch.force_route(OPERATOR, "tiled", {"size": 1}).__enter__()
@@ -260,7 +266,9 @@ def test_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(NotWarmedUp) as caught:
             dispatch.select(operator, key(8))
-        message = "fastkernels.warmup('toy', mode='plain', rows=8, cols=8, heads=4) before capturing"
+        message = (
+            "fastkernels.warmup('toy', mode='plain', rows=8, cols=8, heads=4) before capturing"
+        )
         assert message in str(caught.value)
         assert not loaded
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -276,7 +284,9 @@ def test_workspace_size_is_the_maximum_and_never_decreases(tables: Path) -> None
     sizes = [dispatch.workspace_size(OPERATOR, key(rows)) for rows in range(40)]
     assert sizes[8] == 8000  # small: 1000 bytes a row, up to 8 rows
     assert sizes == sorted(sizes)
-    assert dispatch.workspace_size(OPERATOR, key(1000)) == 32_000  # tiled with the table's tile = 32
+    assert (
+        dispatch.workspace_size(OPERATOR, key(1000)) == 32_000
+    )  # tiled with the table's tile = 32
     assert dispatch.workspace_size(OPERATOR, key(8, named_device("cpu"))) == 0
 
 

@@ -40,10 +40,12 @@ def test_lookup_finds_the_regime_and_else_a_fallback() -> None:
         assert hit.entry.route == route, (sizes, mode)
 
 
-@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(1, 64), st.sampled_from(SPEC.modes))
+@given(
+    st.integers(0, 10**7), st.integers(0, 10**7), st.integers(1, 64), st.sampled_from(SPEC.modes)
+)
 def test_every_problem_has_an_entry(rows: int, cols: int, heads: int, mode: str) -> None:
-    """C82, C83: sizes beyond, between and at the edges of regimes map to an entry, and a regime only
-    to problems inside its box."""
+    """C82, C83: sizes beyond, between and at the edges of regimes map to an entry, and a regime
+    only to problems inside its box."""
     hit = parse().lookup(axes(rows, cols, heads), mode)
     assert hit is not None
     inside = 1 <= rows <= 100 and 1 <= cols <= 1000 and heads == 4 and mode == "plain"
@@ -127,8 +129,8 @@ def test_constants_in_regimes_do_not_collide_with_the_definitions() -> None:
         "[[fallback]]",
         '[[regime]]\nmode = "plain"\nrows = [1, 100]\ncols = [1, 1000]\nheads = [8, 8]\n'
         'route = "safe"\nconfig = {}\n'
-        "evidence = { cases = 1, worst_us = 1.0, spread_us = 0.1, margin = 0.0, trials = 1, failures = 0 }\n"
-        "[[fallback]]",
+        "evidence = { cases = 1, worst_us = 1.0, spread_us = 0.1, margin = 0.0, trials = 1, "
+        "failures = 0 }\n[[fallback]]",
         1,
     )
     found = parse(extra)

@@ -1,4 +1,4 @@
-"""torch.compile and torch.library: no graph break, no recompile per size, mutation seen, fakes agree."""
+"""torch.compile and torch.library: no graph break, no recompile per size, mutation, fakes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_fullgraph_with_given_outputs(operator: Operator) -> None:
     def step(out: Any, **named: Any) -> Any:
         return function(**named, out=out, workspace=workspace)
 
-    got = as_tuple(torch.compile(step, fullgraph=True, backend="aot_eager")(given, **inputs._asdict()))
+    got = as_tuple(
+        torch.compile(step, fullgraph=True, backend="aot_eager")(given, **inputs._asdict())
+    )
     for a, b, c in zip(out, got, expected, strict=True):
         assert same_bits(a, c)
         assert same_bits(b, c)
@@ -86,7 +88,7 @@ def test_fullgraph_with_given_outputs(operator: Operator) -> None:
 
 @OPERATORS
 def test_dynamic_sizes_compile_at_most_twice(operator: Operator) -> None:
-    """C97: new batch sizes and sequence sets do not recompile; the table choice is inside the op."""
+    """C97: new sizes and sequence sets do not recompile; the table choice is inside the op."""
     function = FUNCTIONS[operator.name]
     counter = CompileCounter()
     compiled = torch.compile(
@@ -129,25 +131,28 @@ def test_opcheck(operator: Operator, mode: str) -> None:
     plan = torch_ops._PLANS[operator.name]
     values = torch_ops.encoded(plan, inputs._asdict())
     expected = as_tuple(FUNCTIONS[operator.name](**clone(inputs)._asdict()))
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks: tuple[str, ...] = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     if any("float8_e4m3fn" in tensor.dtypes for tensor in operator.spec.tensors):
         # torch's schema check compares inputs by allclose, which float8 lacks; that inputs keep
         # their bits is checked in test_contracts.py::test_given_outputs.
         checks = checks[1:]
     forms = getattr(torch.ops, torch_ops.NAMESPACE)
     if operator.spec.updated and mode != operator.spec.modes[0]:
-        arguments = [values[name] for name in plan.arguments]
-        arguments += [torch.zeros_like(expected[0]), None]
-        torch.library.opcheck(getattr(forms, operator.name + "_update"), arguments, test_utils=checks)
+        form = getattr(forms, operator.name + "_update")
+        given = tuple(values[name] for name in plan.arguments)
+        torch.library.opcheck(
+            form, (*given, torch.zeros_like(expected[0]), None), test_utils=checks
+        )
         return
-    arguments = [values[name] for name in plan.functional]
-    torch.library.opcheck(getattr(forms, operator.name), arguments, test_utils=checks)
-    filled = [*arguments, *(torch.zeros_like(t) for t in expected), None]
-    torch.library.opcheck(getattr(forms, operator.name + "_out"), filled, test_utils=checks)
+    given = tuple(values[name] for name in plan.functional)
+    torch.library.opcheck(getattr(forms, operator.name), given, test_utils=checks)
+    filled = tuple(torch.zeros_like(tensor) for tensor in expected)
+    form = getattr(forms, operator.name + "_out")
+    torch.library.opcheck(form, (*given, *filled, None), test_utils=checks)
 
 
 def test_state_updates_under_compile_equal_eager() -> None:
-    """C98: a step that updates slots of a pool, and one that passes a clone as the new state's home."""
+    """C98: a step that updates a pool's slots, and one that passes a clone as out."""
     operator = catalog.operator("gdn_decode")
     inputs = make(operator, small_case(operator, "pool"))
 

@@ -36,7 +36,7 @@ def tensors(inputs: Any) -> list[torch.Tensor]:
 
 
 def shuffled(inputs: Any) -> Any:
-    """The same problem with other contents: floating-point tensors reversed along their first axis."""
+    """The same problem with other contents: floats reversed along their first axis."""
     other = clone(inputs)
     for tensor in tensors(other):
         if tensor.dtype in (torch.bfloat16, torch.float32) and tensor.dim() > 1:
@@ -50,7 +50,7 @@ def call(operator: Operator, inputs: Any) -> tuple[torch.Tensor, ...]:
 
 @MODES
 def test_capture_and_replay_with_other_contents(operator: Operator, mode: str) -> None:
-    """A captured call replays on new contents, also after eager calls and big allocations between."""
+    """A captured call replays on new contents, eager calls and allocations between."""
     first = inputs_of(operator, mode)
     second = shuffled(first)
     expected = [call(operator, clone(inputs)) for inputs in (first, second)]
@@ -74,7 +74,7 @@ def test_capture_and_replay_with_other_contents(operator: Operator, mode: str) -
         assert all(same_bits(a, b) for a, b in zip(captured, wanted, strict=True))
 
 
-def axes(operator: Operator, mode: str) -> dict[str, int]:
+def axes(operator: Operator, mode: str) -> dict[str, Any]:
     cases = [c for c in contracts.cases(operator, "CORRECTNESS") if c.mode == mode]
     return cases[-1].axes
 
@@ -95,7 +95,7 @@ def test_no_synchronisation(operator: Operator, mode: str) -> None:
 
 @MODES
 def test_the_callers_stream(operator: Operator, mode: str) -> None:
-    """C92: inputs written by a slow kernel on a side stream, then the call, then a reader, in order."""
+    """C92: inputs written late on a side stream, then the call, then a reader, in order."""
     inputs = inputs_of(operator, mode)
     expected = call(operator, clone(inputs))
     late = clone(inputs)
@@ -135,7 +135,7 @@ def test_two_streams_at_once(operator: Operator, mode: str) -> None:
 def test_device_and_host_tensors_do_not_mix(operator: Operator, mode: str) -> None:
     """A tensor on the host among those on the device is named."""
     inputs = inputs_of(operator, mode)
-    first, *others = [t.name for t in operator.spec.tensors if getattr(inputs, t.name) is not None]
+    _, *others = [t.name for t in operator.spec.tensors if getattr(inputs, t.name) is not None]
     for name in others:
         mixed = inputs._replace(**{name: getattr(inputs, name).cpu()})
         with pytest.raises(fastkernels.ArgumentError, match=f"'{name}' is on cpu, expected cuda"):

@@ -11,6 +11,7 @@ import pytest
 
 from fastkernels import catalog
 from fastkernels.core.device import CPU, named_device
+from fastkernels.core.problem import key_from_axes
 from fastkernels.core.route import Operator, Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing import contracts, hostile
@@ -98,7 +99,7 @@ def test_fresh_outputs_gpu(operator: Operator, route: Route, case: Case) -> None
 
 
 def _skip_declined(operator: Operator, route: Route, case: Case) -> None:
-    key = contracts.key_from_axes(operator.spec, case.axes, named_device("cuda"), case.mode)
+    key = key_from_axes(operator.spec, case.axes, named_device("cuda"), case.mode)
     decline = route.declines(key, route.default_config)
     if decline is not None:
         pytest.skip(decline.reason)

@@ -225,7 +225,7 @@ def test_any_indices(data: st.DataObject) -> None:
 # ---- lse ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count, base_2", [(2, 1.0), (2048, 11.0), (1, 0.0)])
+@pytest.mark.parametrize(("count", "base_2"), [(2, 1.0), (2048, 11.0), (1, 0.0)])
 def test_base_of_lse(count: int, base_2: float) -> None:
     """C40: q = 0 makes every logit 0, so that the base shows."""
     inputs = make_inputs(replace(CASE, num_tokens=1, topk=2048, valid=(count,)))
@@ -411,7 +411,7 @@ def test_lists_are_the_contest_and_the_serving_shapes() -> None:
     assert make_inputs(local).sparse_indices.div(64, rounding_mode="floor").unique().numel() <= 1024
 
 
-@pytest.mark.parametrize("size, count", [(10, 10), (541_568, 2048), (8, 2), (5, 1)])
+@pytest.mark.parametrize(("size", "count"), [(10, 10), (541_568, 2048), (8, 2), (5, 1)])
 def test_distinct(size: int, count: int) -> None:
     found = distinct(size, count, torch.Generator().manual_seed(1))
     assert found.unique().numel() == found.numel() == count

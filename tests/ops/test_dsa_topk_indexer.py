@@ -32,7 +32,8 @@ from fastkernels.ops.dsa_topk_indexer.inputs import (
     pack_pages,
 )
 from fastkernels.ops.dsa_topk_indexer.problem import Inputs, bind
-from fastkernels.ops.dsa_topk_indexer.reference import Expected, reference
+from fastkernels.ops.dsa_topk_indexer.reference import Expected, Row, reference
+from fastkernels.ops.dsa_topk_indexer.routes import torch_tiled
 from fastkernels.ops.dsa_topk_indexer.spec import PAGE_BYTES, PAGE_KEY_BYTES, SPEC
 from fastkernels.testing.compare import same_bits
 
@@ -241,6 +242,16 @@ def test_selection_rule(data: st.DataObject, negate: bool) -> None:
     assert_judged(reference(inputs), torch.tensor([answer], dtype=torch.int32))
 
 
+def test_ranks_order_every_float() -> None:
+    """NaN of either sign on top, then +inf down to -inf, -0.0 like +0.0."""
+    falling = [math.inf, 3.4e38, 1.0, 2.0**-126, 1e-45, 0.0, -1e-45, -1.0, -3.4e38, -math.inf]
+    ranks = torch_tiled._ranks(torch.tensor([math.nan, *falling, -0.0, -math.nan])).tolist()
+    assert ranks[0] == ranks[-1] == max(ranks)
+    assert ranks[-2] == ranks[1 + falling.index(0.0)]
+    assert ranks[:-2] == sorted(set(ranks), reverse=True)
+    assert min(ranks) > INT32.min  # the rank of what is no candidate
+
+
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (8, 64), (100, 1000)])
 @pytest.mark.parametrize("name", ["equal", "zero"])
 def test_equal_scores_take_the_lowest_positions(name: str, tiles: tuple[int, int]) -> None:
@@ -348,7 +359,7 @@ def test_used_page_outside_the_cache(wrong: int, monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.parametrize("length, clamped", [(-1, 0), (1025, 1024), (INT32.max, 1024)])
+@pytest.mark.parametrize(("length", "clamped"), [(-1, 0), (1025, 1024), (INT32.max, 1024)])
 def test_impossible_length(length: int, clamped: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """C56: clamped; a clear error in checking mode."""
     inputs = make_inputs(replace(CASE, seq_lens=(64, 1024)))
@@ -458,7 +469,7 @@ def test_official_rule_fails_a_dropped_best() -> None:
     assert not expected.judge_official((torch.full_like(answer, -1),))[0].ok
 
 
-@pytest.mark.parametrize("ulps, is_wrong", [(8, False), (15, False), (17, True), (4000, True)])
+@pytest.mark.parametrize(("ulps", "is_wrong"), [(8, False), (15, False), (17, True), (4000, True)])
 def test_judge_knows_the_band(ulps: int, is_wrong: bool) -> None:
     """With one head and e_0 a score is its own magnitude, so a pair near 1.0 may swap within
     2 * 16 * 2**-24, which is 16 ulp."""
@@ -467,6 +478,25 @@ def test_judge_knows_the_band(ulps: int, is_wrong: bool) -> None:
     verdict = wrong_metrics(expected, torch.tensor([[1, 3]], dtype=torch.int32))
     assert verdict == ({"score_band"} if is_wrong else set())
     assert wrong_metrics(expected, torch.tensor([[2, 3]], dtype=torch.int32)) == {"score_band"}
+
+
+def test_band_is_that_of_all_pairs() -> None:
+    """The judge looks at one extreme pair; here it is compared with every pair."""
+    limit, rng = SPEC.tolerances[0].limit, torch.Generator().manual_seed(6)
+    verdicts = []
+    for _ in range(300):
+        n, topk = 12, 5
+        magnitudes = torch.randint(4, (n,), generator=rng).double() ** 3
+        scores = 1.0 + 60 * limit * torch.rand(n, generator=rng, dtype=torch.float64)
+        row = Row(torch.arange(n), scores, magnitudes, torch.zeros(n, dtype=torch.bool))
+        taken = row.order[torch.randperm(topk + 2, generator=rng)[:topk]]
+        left = torch.tensor(sorted(set(range(n)) - set(taken.tolist())))
+        gap = scores[left][:, None] - scores[taken]
+        allowed = limit * (magnitudes[left][:, None] + magnitudes[taken])
+        verdicts.append(bool((gap > allowed).any()))
+        judged = wrong_metrics(Expected(topk, (row,)), taken[None].int())
+        assert judged == ({"score_band"} if verdicts[-1] else set())
+    assert 30 < sum(verdicts) < 270
 
 
 def test_judge_on_swapped_ties() -> None:
@@ -481,8 +511,16 @@ def test_judge_on_swapped_ties() -> None:
     assert wrong_metrics(expected, torch.tensor([[0, 2]], dtype=torch.int32)) == {"tie_order"}
 
 
+@pytest.mark.parametrize(("exponent", "is_wrong"), [(-141, False), (-139, True)])
+def test_judge_has_a_floor(exponent: int, is_wrong: bool) -> None:
+    """A difference that float32 may flush to zero is allowed, however small the magnitudes."""
+    expected, _ = _answer(scored([2.0**exponent, 0.0], topk=1))
+    verdict = wrong_metrics(expected, torch.tensor([[1]], dtype=torch.int32))
+    assert verdict == ({"score_band"} if is_wrong else set())
+
+
 def test_zero_by_cancellation_is_no_certain_zero() -> None:
-    """Terms that cancel, or a dot product that rounds to 0, may come out non-zero in float32."""
+    """Terms or products that cancel may come out non-zero in float32, in another order."""
     inputs = scored([1.0, 2.0, 3.0], topk=1)
     twice = inputs._replace(
         q_index_fp8=inputs.q_index_fp8.repeat(1, 2, 1), weights=torch.tensor([[1.0, -1.0]])
@@ -491,10 +529,22 @@ def test_zero_by_cancellation_is_no_certain_zero() -> None:
     assert not row.scores.any()
     assert not row.is_zero.any()
     assert reference(twice._replace(weights=torch.zeros(1, 2))).rows[0].is_zero.all()
+    keys = torch.zeros(64, 128)
+    keys[0, :2], keys[1, :2], keys[2, 2] = torch.tensor([3.0, -3.0]), torch.tensor([3.0, -4.0]), 1.0
+    cache = pack_pages(keys.to(torch.float8_e4m3fn), torch.ones(64)).view(torch.int8)
+    q = torch.zeros(1, 1, 128)
+    q[..., :2] = 1.0
+    row = reference(
+        inputs._replace(
+            q_index_fp8=q.to(torch.float8_e4m3fn), k_index_cache_fp8=cache.view(1, 64, 1, 132)
+        )
+    ).rows[0]
+    assert row.scores.tolist() == [0.0, 0.0, 0.0]
+    assert row.is_zero.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
-    "scores, wrong",
+    ("scores", "wrong"),
     [
         ([math.nan, 5.0], 1),
         ([math.inf, 3e38], 1),

@@ -635,10 +635,12 @@ def test_masked_form_never_synchronises() -> None:
     """Fake tensors have no values, so reading one fails."""
     x = make_inputs(Case("fake", 9, seed=2, **SMALL))
     with FakeTensorMode() as mode:
-        values = x._asdict().items()
-        fake = Inputs(
-            **{k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in values}
-        )
+        tensors: dict[str, Any] = {
+            name: mode.from_tensor(value)
+            for name, value in x._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        fake = x._replace(**tensors)
         assert combine(fake, 4, reads_values=False).shape == (9, 256)
         with pytest.raises(DynamicOutputShapeException):
             combine(fake, 4, reads_values=True)
@@ -701,7 +703,7 @@ def test_case_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
         ({"routing_logits": None}, "'routing_logits' is None, expected a tensor, or 'topk_ids'"),
         ({"routing_bias": None}, "'routing_bias' is None, expected a tensor"),

@@ -1,4 +1,4 @@
-"""Specs against the contest definitions that lie beside them, and case lists against the workloads."""
+"""Specs against the contest definitions beside them, and case lists against the workloads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_signature_is_the_spec(operator: Operator) -> None:
     keywords = [n for n, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     assert positional == [a.name for a in spec.inputs]
     assert keywords == [*(a.name for a in spec.options), "out", "workspace"]
-    problem = catalog.import_module(f"fastkernels.ops.{operator.name}.problem")
+    problem = catalog.module(operator.name, "problem")
     assert list(problem.Inputs._fields) == [a.name for a in (*spec.inputs, *spec.options)]
     for name, default in problem.Inputs._field_defaults.items():
         assert signature.parameters[name].default == default, name
@@ -128,7 +128,7 @@ def test_every_accepted_size_is_written_down(operator: Operator) -> None:
 
 @OPERATORS
 def test_gap_cases_surround_a_tables_boundaries(operator: Operator) -> None:
-    """Without a table none; with one, seeded and repeatable, sizes on both sides of each boundary."""
+    """Seeded and repeatable, with sizes on both sides of each boundary."""
     from fastkernels.core import table
 
     inputs = catalog.module(operator.name, "inputs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_no_table_claims_measurements_of_a_gpu_we_do_not_have() -> None:
 
 @pytest.mark.parametrize("operator", catalog.OPERATORS, ids=lambda op: op.name)
 def test_explain_names_the_shipped_table(operator: Operator) -> None:
-    axes = dict.fromkeys(operator.spec.variable_axes, 8)
+    axes: dict[str, Any] = dict.fromkeys(operator.spec.variable_axes, 8)
     explanation = fastkernels.explain(operator.name, device="h200", **axes)
     assert explanation.table is not None
     assert Path(explanation.table).name == "sm90-h200.toml"

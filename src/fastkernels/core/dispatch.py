@@ -1,8 +1,9 @@
 """From a problem key to a launched route: select, memoise, launch, attest.
 
 Selection is decided by the key alone: a forced route, else the dispatch table of the device's
-product, else a table of the same architecture, else the operator's safe route. A route that declines
-is replaced by the safe route with a recorded reason; a launch that fails raises and is not retried.
+product, else a table of the same architecture, else the operator's safe route. A route that
+declines is replaced by the safe route with a recorded reason; a launch that fails raises and is not
+retried.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +56,10 @@ class Selection(NamedTuple):
 _memo: dict[ProblemKey, Selection] = {}
 _tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
 _prepared: set[tuple[str, str, Any, DeviceInfo]] = set()
-_forced: ContextVar[Mapping[str, tuple[Route, Any]]] = ContextVar("fastkernels_forced", default={})
+_NOTHING: Mapping[str, tuple[Route, Any]] = MappingProxyType({})
+_forced: ContextVar[Mapping[str, tuple[Route, Any]]] = ContextVar(
+    "fastkernels_forced", default=_NOTHING
+)
 _witness: ContextVar[list[tuple[ProblemKey, Selection]] | None] = ContextVar(
     "fastkernels_witness", default=None
 )
@@ -91,8 +96,8 @@ def _scratch(route: Route, config: Any, problem: Problem) -> torch.Tensor | None
         return torch.empty(size, dtype=torch.uint8, device=problem.outputs[0].device)
     if problem.workspace.numel() < size:
         raise ArgumentError(
-            f"{problem.key.op}: 'workspace' has {problem.workspace.numel()} bytes, expected at least "
-            f"{size}; ask fastkernels.workspace_size({problem.key.op!r}, ...)"
+            f"{problem.key.op}: 'workspace' has {problem.workspace.numel()} bytes, expected"
+            f" at least {size}; ask fastkernels.workspace_size({problem.key.op!r}, ...)"
         )
     return problem.workspace[:size]
 
@@ -142,9 +147,21 @@ def choose(operator: Operator, key: ProblemKey) -> Selection:
         reason = f"the table names the unknown route {hit.entry.route!r}: safe route"
         return _safe(operator, key, reason, notes, True, found, hit)
     try:
-        config = route.default_config if hit.entry.config is None else route.make_config(hit.entry.config)
+        config = (
+            route.default_config
+            if hit.entry.config is None
+            else route.make_config(hit.entry.config)
+        )
     except (ValueError, TypeError) as error:
-        return _safe(operator, key, f"the table's config is illegal ({error}): safe route", notes, True, found, hit)
+        return _safe(
+            operator,
+            key,
+            f"the table's config is illegal ({error}): safe route",
+            notes,
+            True,
+            found,
+            hit,
+        )
     decline = route.declines(key, config)
     if decline is not None:
         reason = f"route {route.name!r} of the table declines ({decline.reason}): safe route"
@@ -163,7 +180,9 @@ def _safe(
 ) -> Selection:
     route = operator.safe_route
     if route.declines(key, route.default_config) is not None:
-        reasons = {r.name: d.reason for r in operator.routes if (d := r.declines(key, r.default_config))}
+        reasons = {
+            r.name: d.reason for r in operator.routes if (d := r.declines(key, r.default_config))
+        }
         raise _unsupported(key, "no route serves this", reasons)
     return Selection(route, route.default_config, reason, table, hit, is_fallback, notes)
 
@@ -276,11 +295,13 @@ def reload_tables() -> None:
 
 
 def lint_table(operator: Operator, table: Table) -> list[str]:
-    """Everything wrong with a readable table: `core.table.lint`, and routes that are unknown, get an
-    illegal config, or decline a corner of their regime."""
+    """Everything wrong with a readable table: `core.table.lint`, and routes that are unknown, get
+    an illegal config, or decline a corner of their regime."""
     problems = tables.lint(table)
     device = DeviceInfo(table.arch, table.product, table.num_sms)
-    entries = [(f"regime {i}", entry) for i, entry in enumerate(table.regimes, 1)]
+    entries: list[tuple[str, tables.Regime | tables.Fallback]] = [
+        (f"regime {i}", entry) for i, entry in enumerate(table.regimes, 1)
+    ]
     entries += [(f"fallback {i}", entry) for i, entry in enumerate(table.fallbacks, 1)]
     for where, entry in entries:
         route = operator.route(entry.route)
@@ -288,7 +309,9 @@ def lint_table(operator: Operator, table: Table) -> list[str]:
             problems.append(f"{where} names the unknown route {entry.route!r}")
             continue
         try:
-            config = route.default_config if entry.config is None else route.make_config(entry.config)
+            config = (
+                route.default_config if entry.config is None else route.make_config(entry.config)
+            )
         except (ValueError, TypeError) as error:
             problems.append(f"{where}: {error}")
             continue
@@ -304,7 +327,9 @@ def lint_table(operator: Operator, table: Table) -> list[str]:
                 continue
             decline = route.declines(key, config)
             if decline is not None:
-                problems.append(f"{where}: route {route.name!r} declines {corner}: {decline.reason}")
+                problems.append(
+                    f"{where}: route {route.name!r} declines {corner}: {decline.reason}"
+                )
     return problems
 
 
@@ -426,8 +451,8 @@ def explain(operator: Operator, key: ProblemKey) -> Explanation:
 
 
 def workspace_size(operator: Operator, key: ProblemKey) -> int:
-    """Scratch bytes that suffice for every route and mode on the key's device, at the key's sizes and
-    any smaller ones."""
+    """Scratch bytes that suffice for every route and mode on the key's device, at the key's sizes
+    and any smaller ones."""
     table, _ = find_table(operator, key.device)
     size = 0
     for route in operator.routes:

@@ -41,7 +41,7 @@ class ProblemKey(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A checked call: its key, the operator's `Inputs`, the tensors to fill, the caller's scratch."""
+    """A checked call: key, the operator's `Inputs`, tensors to fill, the caller's scratch."""
 
     key: ProblemKey
     inputs: Any
@@ -298,7 +298,9 @@ def allocate(
     outputs: Sequence[TensorSpec], axes: Mapping[str, int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     return tuple(
-        torch.empty([axes[name] for name in out.shape], dtype=torch_dtype(out.dtypes[0]), device=device)
+        torch.empty(
+            [axes[name] for name in out.shape], dtype=torch_dtype(out.dtypes[0]), device=device
+        )
         for out in outputs
     )
 
@@ -394,8 +396,8 @@ def check_workspace(
             f"expected a multiple of {WORKSPACE_ALIGNMENT}"
         )
     check_no_overlap(spec, inputs, (workspace,), ("workspace",))
-    for output, tensor in zip(spec.outputs, outputs, strict=True):
-        if overlaps(workspace, tensor):
+    for output, filled in zip(spec.outputs, outputs, strict=True):
+        if overlaps(workspace, filled):
             raise ArgumentError(
                 f"{op}: 'workspace' overlaps {output.name!r}, expected memory of its own"
             )
@@ -403,7 +405,9 @@ def check_workspace(
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that the tensor's elements touch."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
 
@@ -431,7 +435,7 @@ def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _window(tensor: torch.Tensor, pitch: int) -> int | None:
-    """Bytes `w` such that every address lies in `[start, start + w)` modulo `pitch`, if there are."""
+    """Bytes `w` such that every address is in `[start, start + w)` modulo `pitch`, if any."""
     window = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         step = stride * tensor.element_size()

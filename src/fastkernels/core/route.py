@@ -66,7 +66,7 @@ class Route:
         return self.supports(key, key.device, config)
 
     def make_config(self, knobs: Mapping[str, Any]) -> Any:
-        """The config that a table names. Raises ValueError on a missing, unknown or ill-typed knob."""
+        """The config that a table names. Raises ValueError on a missing or illegal knob."""
         fields = {f.name: f for f in dataclasses.fields(self.default_config)}
         unknown = sorted(set(knobs) - set(fields))
         if unknown:
@@ -99,7 +99,7 @@ def _name(device: DeviceInfo) -> str:
 
 @dataclass(frozen=True)
 class Operator:
-    """What the catalog lists: a spec, its routes with the safe one last, and the public function."""
+    """What the catalog lists: spec, routes with the safe one last, public function."""
 
     spec: OpSpec
     routes: tuple[Route, ...]

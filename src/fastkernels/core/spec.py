@@ -78,8 +78,8 @@ class Axis:
 class TensorSpec:
     """A tensor argument or output.
 
-    `shape` names axes. `dtypes` are all accepted ones, the definition's first. The last `dense` axes
-    must be contiguous among themselves; strides of the others are free. `hint` ends the error
+    `shape` names axes. `dtypes` are all accepted ones, the definition's first. The last `dense`
+    axes must be contiguous among themselves; strides of the others are free. `hint` ends the error
     message about a wrong dtype or rank.
     """
 
@@ -94,7 +94,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """An argument that is no tensor: `kind` is `float`, `int`, `bool`, or `choice` among `choices`."""
+    """A number, flag or word: `kind` is `float`, `int`, `bool` or `choice` (of `choices`)."""
 
     name: str
     kind: str
@@ -133,9 +133,9 @@ class Tolerance:
 class OpSpec:
     """One operator. `inputs` are positional in the definition's order; `options` are keyword-only.
 
-    `modes` are the forms of a call that tables distinguish. `updated` names the argument that a call
-    overwrites if one of `update_options` is given. `revision` counts changes of meaning that no other
-    field shows.
+    `modes` are the forms of a call that tables distinguish. `updated` names the argument that a
+    call overwrites if one of `update_options` is given. `revision` counts changes of meaning that
+    no other field shows.
     """
 
     name: str
@@ -157,7 +157,7 @@ class OpSpec:
 
     @cached_property
     def key_axes(self) -> tuple[Axis, ...]:
-        """Axes that identify a problem: all that can differ between two legal calls on their own."""
+        """Axes that identify a problem: all that can differ on their own between two calls."""
         return tuple(a for a in self.axes if a.derived is None and (a.is_variable or a.is_open))
 
     @cached_property

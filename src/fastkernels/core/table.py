@@ -1,7 +1,8 @@
 """Dispatch tables: TOML to typed regimes, checks, lookup by named integers. Imports no torch.
 
-A regime is a box over variable axes, a mode, and any constant axis it names (unnamed constants equal
-the definition's). `lookup` knows sizes and names only; what a route is, is none of its business.
+A regime is a box over variable axes, a mode, and any constant axis it names (unnamed constants
+equal the definition's). `lookup` knows sizes and names only; what a route is, is none of its
+business.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Regime:
         )
 
     def describe(self) -> str:
-        bounds = [f"{name} {low}..{high}" for name, (low, high) in (self.axes | self.constants).items()]
+        bounds = [
+            f"{name} {low}..{high}" for name, (low, high) in (self.axes | self.constants).items()
+        ]
         return ", ".join([f"mode {self.mode}", *bounds])
 
 
@@ -105,7 +108,8 @@ class Table:
 
     def configs(self, route: str) -> Iterator[dict[str, Any]]:
         """Every config that this table names for a route."""
-        for entry in (*self.regimes, *self.fallbacks):
+        entries: tuple[Regime | Fallback, ...] = (*self.regimes, *self.fallbacks)
+        for entry in entries:
             if entry.route == route and entry.config is not None:
                 yield entry.config
 
@@ -117,7 +121,7 @@ def file_name(arch: str, product: str) -> str:
 
 
 def gap_values(table: Table | None, axis: str, at_least: int = 0) -> list[int]:
-    """The integers around every regime boundary and limit of an axis: low-1..low+1, high-1..high+1."""
+    """The integers around every regime boundary and limit of an axis, and their neighbours."""
     if table is None:
         return []
     edges: set[int] = set()
@@ -155,7 +159,17 @@ class _Wrong(Exception):
 def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
     _only(
         data,
-        {"schema", "op", "status", "spec_digest", "device", "provenance", "limits", "regime", "fallback"},
+        {
+            "schema",
+            "op",
+            "status",
+            "spec_digest",
+            "device",
+            "provenance",
+            "limits",
+            "regime",
+            "fallback",
+        },
         "the file",
     )
     if data.get("schema") != SCHEMA:
@@ -189,7 +203,9 @@ def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
         regimes=tuple(
             _regime(entry, spec, f"regime {i}") for i, entry in enumerate(data.get("regime", []), 1)
         ),
-        fallbacks=tuple(_fallback(entry, spec, f"fallback {i}") for i, entry in enumerate(fallbacks, 1)),
+        fallbacks=tuple(
+            _fallback(entry, spec, f"fallback {i}") for i, entry in enumerate(fallbacks, 1)
+        ),
         constants=dict(spec.constants),
     )
 
@@ -235,8 +251,14 @@ def _box(data: dict[str, Any], known: set[str], where: str) -> Box:
     box: Box = {}
     for name, bounds in data.items():
         ends = bounds if isinstance(bounds, list) else [bounds, bounds]
-        if len(ends) != 2 or any(type(end) is not int for end in ends) or not 0 <= ends[0] <= ends[1]:
-            raise _Wrong(f"{where} bounds {name} by {bounds!r}, expected [low, high] with 0 <= low <= high")
+        if (
+            len(ends) != 2
+            or any(type(end) is not int for end in ends)
+            or not 0 <= ends[0] <= ends[1]
+        ):
+            raise _Wrong(
+                f"{where} bounds {name} by {bounds!r}, expected [low, high] with 0 <= low <= high"
+            )
         box[name] = (ends[0], ends[1])
     return box
 
@@ -276,7 +298,9 @@ def lint(table: Table) -> list[str]:
     if not table.fallbacks:
         problems.append("no [[fallback]]: problems outside the regimes would have no entry")
     elif table.fallbacks[-1].constants or table.fallbacks[-1].mode is not None:
-        problems.append("the last [[fallback]] is narrowed by mode or constants, expected a catch-all")
+        problems.append(
+            "the last [[fallback]] is narrowed by mode or constants, expected a catch-all"
+        )
     name = file_name(table.arch, table.product)
     if table.path != "<text>" and Path(table.path).name != name:
         problems.append(f"the file is named {Path(table.path).name}, expected {name}")
@@ -315,7 +339,7 @@ def _lint_geometry(table: Table) -> Iterator[str]:
     for (mode, constants), size in covered.items():
         if size < volume:
             where = "".join(f", {name} {low}..{high}" for name, (low, high) in constants)
-            yield f"gap: the regimes of mode {mode}{where} cover {size} of {volume} problems in [limits]"
+            yield f"gap: mode {mode}{where} cover {size} of {volume} problems in [limits]"
 
 
 def _boxes_meet(a: Regime, b: Regime, constants: Mapping[str, int]) -> bool:
@@ -345,8 +369,11 @@ def _lint_evidence(table: Table) -> Iterator[str]:
         evidence = regime.evidence
         if evidence["failures"]:
             yield f"regime {position} has {evidence['failures']} failures, expected 0"
-        if sizes[_group(regime)] > 1 and evidence["margin"] * evidence["worst_us"] <= evidence["spread_us"]:
+        if (
+            sizes[_group(regime)] > 1
+            and evidence["margin"] * evidence["worst_us"] <= evidence["spread_us"]
+        ):
             yield (
-                f"regime {position} has a margin of {evidence['margin']} of {evidence['worst_us']} us, "
-                f"expected more than the spread of {evidence['spread_us']} us for a boundary"
+                f"regime {position} has margin {evidence['margin']} of {evidence['worst_us']} us,"
+                f" expected more than the spread of {evidence['spread_us']} us for a boundary"
             )

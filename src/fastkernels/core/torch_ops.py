@@ -1,9 +1,9 @@
 """torch.library operators, generated from the specs, for torch.compile and torch.export.
 
-Each operator has a functional form `fastkernels::<op>` and `fastkernels::<op>_out`, which fills given
-outputs; one that can overwrite an argument has `fastkernels::<op>_update`, too. The public functions
-call them under a compiler only, so a direct call does not pay for the dispatcher. Route selection
-happens inside the opaque operator, at run time, on concrete sizes.
+Each operator has a functional form `fastkernels::<op>` and `fastkernels::<op>_out`, which fills
+given outputs; one that can overwrite an argument has `fastkernels::<op>_update`, too. The public
+functions call them under a compiler only, so a direct call does not pay for the dispatcher. Route
+selection happens inside the opaque operator, at run time, on concrete sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALAR_TYPES = {"float": "float", "int": "int", "bool": "bool", "choice": "str"
 
 
 class _Size(NamedTuple):
-    """An output's size: axis `dim` of tensor `argument` (or the number itself if dim is None) + `add`."""
+    """A size: axis `dim` of tensor `argument`, or the number `argument` itself, plus `add`."""
 
     argument: str
     dim: int | None
@@ -101,7 +101,9 @@ def call(
     """
     plan = _PLANS[spec.name]
     values = encoded(plan, inputs._asdict())
-    updates = any(values[name] is not None and values[name] is not False for name in plan.update_options)
+    updates = any(
+        values[name] is not None and values[name] is not False for name in plan.update_options
+    )
     if updates:
         output = _empty_outputs(plan, values)[0] if out is None else out
         operation = getattr(torch.ops.fastkernels, spec.name + "_update")
@@ -175,15 +177,15 @@ def _empty_outputs(plan: _Plan, values: dict[str, Any]) -> tuple[torch.Tensor, .
     for sizes, dtype in plan.outputs:
         shape = []
         for argument, dim, add in sizes:
-            value = values[argument] if argument else 0
+            value: Any = values[argument] if argument else 0
             shape.append((value if dim is None else value.shape[dim]) + add)
         outputs.append(torch.empty(shape, dtype=dtype, device=device))
     return tuple(outputs)
 
 
 def _size(spec: OpSpec, axis: str) -> _Size:
-    """Where an output's axis can be read off: a number argument, a tensor's axis, a derived axis that
-    follows from it by an offset, else the definition's constant."""
+    """Where an output's axis can be read off: a number argument, a tensor's axis, a derived axis
+    that follows from it by an offset, else the definition's constant."""
     if any(a.name == axis for a in (*spec.inputs, *spec.options) if not isinstance(a, TensorSpec)):
         return _Size(axis, None, 0)
     for tensor in spec.tensors:

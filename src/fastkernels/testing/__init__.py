@@ -1,1 +1,1 @@
-"""What a route must pass: comparators, hostile inputs, contracts, timers. Not imported by the package."""
+"""What a route must pass: comparators, hostile inputs, contracts, timers."""

@@ -36,7 +36,9 @@ class Report:
         return max(self.errors, key=_closeness)
 
     def __str__(self) -> str:
-        lines = [f"{self.op} route={self.route} config={self.config} device={self.device} {self.case}"]
+        lines = [
+            f"{self.op} route={self.route} config={self.config} device={self.device} {self.case}"
+        ]
         lines += [f"  ours      {error}" for error in self.errors]
         lines += [f"  official  {error}" for error in self.official]
         return "\n".join(lines)
@@ -85,7 +87,7 @@ def run_case(
     device: torch.device | str = "cpu",
     config: Any = None,
 ) -> Report:
-    """Make a case's inputs, call the public function (on one route, or dispatched), judge the result."""
+    """Make a case's inputs, call the public function (on `route`, or dispatched), judge it."""
     make_inputs = catalog.module(operator.name, "inputs").make_inputs
     inputs = make_inputs(case, device)
     pristine = clone(inputs)
@@ -95,7 +97,7 @@ def run_case(
         else:
             with dispatch.force_route(operator, route.name, config):
                 outputs = as_tuple(operator.function(**inputs._asdict()))
-    (_, selection), = served
+    ((_, selection),) = served
     return judge(operator, selection.route, selection.config, case, pristine, outputs)
 
 
@@ -105,7 +107,9 @@ def clone(inputs: Any) -> Any:
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
     return copy.copy_(tensor)
 
 

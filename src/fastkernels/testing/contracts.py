@@ -47,8 +47,8 @@ def check_oracle(operator: Operator, route: Route, case: Case, device: str) -> N
 def check_given_outputs(
     operator: Operator, route: Route, case: Case, device: str, layout: str
 ) -> None:
-    """Poisoned outputs between guard bytes are written completely and nowhere else, inputs keep their
-    bits, and the result is the same as with allocated outputs."""
+    """Poisoned outputs between guard bytes are written completely and nowhere else, inputs keep
+    their bits, and the result is the same as with allocated outputs."""
     inputs = _inputs(operator, case, device)
     pristine = clone(inputs)
     spec = operator.spec

@@ -1,5 +1,5 @@
-"""Hostile surroundings for a call: poisoned outputs between guard bytes, strided and offset outputs,
-inputs that are watched."""
+"""Hostile surroundings for a call: poisoned outputs between guard bytes, strided and offset
+outputs, inputs that are watched."""
 
 from __future__ import annotations
 

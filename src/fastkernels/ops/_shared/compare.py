@@ -43,14 +43,18 @@ def relative_rows(
     """Worst relative Frobenius error over rows; the last `row_dims` axes are one row.
 
     A row's error is taken against `max(norm(want), norm(kappa))`; `kappa` is the oracle's row
-    computed from absolute values, so that cancellation to zero is not held against a kernel. `slack`
-    (one value a row) is added to the limit, relative to the same norm. Non-finite values must match.
+    computed from absolute values, so that cancellation to zero is not held against a kernel.
+    `slack` (one value a row) is added to the limit, relative to the same norm. Non-finite values
+    must match.
     """
     got64, want64 = got.detach().cpu().double(), want.double()
     lead = want.shape[: want.dim() - row_dims]
     if want.numel() == 0:
         return Error(tolerance.output, tolerance.metric, 0.0, tolerance.limit)
-    rows_got, rows_want = got64.reshape(-1, *_tail(want, row_dims)), want64.reshape(-1, *_tail(want, row_dims))
+    rows_got, rows_want = (
+        got64.reshape(-1, *_tail(want, row_dims)),
+        want64.reshape(-1, *_tail(want, row_dims)),
+    )
     rows_got, rows_want = rows_got.flatten(1), rows_want.flatten(1)
     rows_kappa = kappa.double().reshape(rows_want.shape[0], -1)
     same = (rows_got == rows_want) | (rows_got.isnan() & rows_want.isnan())
@@ -119,7 +123,7 @@ def absolute(
 
 
 def official(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> Error:
-    """The contest's rule, stricter where it is blind: the share of elements that exceed both limits.
+    """The contest's rule, stricter where it is blind: the share of elements beyond both limits.
 
     An element counts as wrong, too, where only one side is finite or both are unequal infinities.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkernels.core.problem import overlaps_itself, check_no_overlap
+from fastkernels.core.problem import check_no_overlap, overlaps_itself
 from fastkernels.core.spec import OpSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
@@ -61,7 +61,9 @@ def state_form(spec: OpSpec, inputs: Any) -> Form:
     if inputs.read_indices is not None:
         mode = "pool"
     elif inputs.write_indices is not None:
-        raise ArgumentError(f"{spec.name}: 'read_indices' is None, expected a tensor beside 'write_indices'")
+        raise ArgumentError(
+            f"{spec.name}: 'read_indices' is None, expected a tensor beside 'write_indices'"
+        )
     else:
         mode = "inplace" if inputs.inplace is True else "functional"
     if mode != "functional" and inputs.state is None:
@@ -91,7 +93,9 @@ def check_slots(op: str, inputs: Any) -> None:
                 f"{op}: {name!r}[{row}] is {int(indices[row])}, expected -1 or 0..{slots - 1}"
             )
     writer: dict[int, int] = {}
-    for row, (source, target) in enumerate(zip(inputs.read_indices.tolist(), write.tolist(), strict=True)):
+    for row, (source, target) in enumerate(
+        zip(inputs.read_indices.tolist(), write.tolist(), strict=True)
+    ):
         if source < 0 or target < 0:
             continue
         if target in writer:

@@ -1,12 +1,13 @@
 """Draws that the inputs of decode and prefill share (`rows` are batch rows or tokens).
 
-q and k are L2-normalised per head, v, a, b standard normal, `A_log = log U(0, 16)`, dt_bias such that
-`softplus(dt_bias)` is log-uniform in 1e-3..1e-1, the state 0.1 * normal.
+q and k are L2-normalised per head, v, a, b standard normal, `A_log = log U(0, 16)`, dt_bias such
+that `softplus(dt_bias)` is log-uniform in 1e-3..1e-1, the state 0.1 * normal.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -24,8 +25,9 @@ def draw_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k [rows, Hk, D] and v [rows, Hv, D]; `fused`: slices of one [rows, (2 Hk + Hv) D] tensor.
 
-    keys: unit; parallel (one unit vector per head plus 1 % noise in every component); long (norm about
-    1.3); raw (standard normal: states grow by a factor near D / 2 a token, so keep sequences short).
+    keys: unit; parallel (one unit vector per head plus 1 % noise in every component); long (norm
+    about 1.3); raw (standard normal: states grow by a factor near D / 2 a token, so keep sequences
+    short).
     """
     q, k = (torch.randn(rows, num_q_heads, head_size, generator=rng) for _ in range(2))
     q = torch.nn.functional.normalize(q, dim=-1)
@@ -39,9 +41,7 @@ def draw_heads(
         return q, k, v
     sizes = [num_q_heads * head_size, num_q_heads * head_size, num_v_heads * head_size]
     projection = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
-    q, k, v = (
-        part.unflatten(1, (-1, head_size)) for part in torch.split(projection, sizes, dim=1)
-    )
+    q, k, v = (part.unflatten(1, (-1, head_size)) for part in torch.split(projection, sizes, dim=1))
     return q, k, v
 
 
@@ -100,8 +100,9 @@ def pool_layout(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """`(read, write, slots)`, the indices columns of a block table (stride 4); None in other modes.
 
-    Slots are read in reversed order, every third row (1, 4, ..) is padding, row 2 of every 4 writes a
-    slot of its own, row 3 of every 4 is not stored. padding: some; all (every row is padding).
+    Slots are read in reversed order, every third row (1, 4, ..) is padding, row 2 of every 4
+    writes a slot of its own, row 3 of every 4 is not stored. padding: some; all (every row is
+    padding).
     """
     if mode != "pool":
         return None, None, rows
@@ -130,6 +131,6 @@ def between(rng: torch.Generator, values: list[int]) -> list[int]:
     """One integer drawn strictly between each two neighbours of sorted `values` that leave room."""
     return [
         int(torch.randint(low + 1, high, (), generator=rng))
-        for low, high in zip(values, values[1:], strict=False)
+        for low, high in pairwise(values)
         if high - low > 1
     ]

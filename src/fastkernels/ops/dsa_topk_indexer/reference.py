@@ -295,4 +295,4 @@ def _is_certain_zero(
     """Whether each of n positions of score 0 has zero terms only, in any order of summation."""
     size = q.abs() @ key.abs().T  # [H, n]
     is_negative = (q @ key.T) * scale.sign() <= -CERTAIN_SIGN * size
-    return ((weights == 0)[:, None] | (scale == 0) | (size == 0) | is_negative).all(0)
+    return ((weights == 0)[:, None] | (scale == 0) | is_negative).all(0)

@@ -31,22 +31,26 @@ def gdn_decode(
     """One gated-delta-rule step per sequence; returns (output, new_state).
 
     q, k: [B, 1, Hk, K] bfloat16.   v: [B, 1, Hv, V] bfloat16, Hv a multiple of Hk, V = K.
-    state: [B, Hv, V, K] float32, K contiguous; read only unless in place or in pool form; None is zeros.
-    A_log, dt_bias: [Hv] float32.   a, b: [B, 1, Hv] bfloat16, raw projections (softplus and sigmoid
-    happen inside).   scale: float; None and 0.0 mean K ** -0.5.
+    state: [B, Hv, V, K] float32, K contiguous; read only unless in place or in pool form; None is
+    zeros.   A_log, dt_bias: [Hv] float32.
+    a, b: [B, 1, Hv] bfloat16, raw projections (softplus and sigmoid happen inside).
+    scale: float; None and 0.0 mean K ** -0.5.
 
     inplace: update `state` and return it as new_state.
     read_indices, write_indices: [B] int32 or int64, any stride: pool form, `state` is
     [slots, Hv, V, K] and is updated and returned. Row i reads slot read_indices[i] and writes
-    write_indices[i] (default: the same). Read -1 is padding: output 0, nothing written. Write -1: the
-    state is not stored. Two rows writing one slot, or one reading what another writes, is undefined.
+    write_indices[i] (default: the same). Read -1 is padding: output 0, nothing written. Write -1:
+    the state is not stored. Two rows writing one slot, or one reading what another writes, is
+    undefined.
     out: (output, new_state); output alone in place and in pool form.
     workspace: uint8, see fastkernels.workspace_size.
 
     Equations and sources: ops/gdn_decode/README.md.
     Raises ArgumentError, UnsupportedProblem, NotWarmedUp.
     """
-    inputs = Inputs(q, k, v, state, A_log, a, dt_bias, b, scale, read_indices, write_indices, inplace)
+    inputs = Inputs(
+        q, k, v, state, A_log, a, dt_bias, b, scale, read_indices, write_indices, inplace
+    )
     if torch.compiler.is_compiling():
         output, new_state = torch_ops.call(SPEC, inputs, out, workspace)
     else:

@@ -30,7 +30,9 @@ class Expected:
         output, new_state = outputs
         return [
             relative_rows(SPEC.tolerances[0], output, self.output, self.output_kappa, row_dims=1),
-            relative_rows(SPEC.tolerances[1], new_state, self.new_state, self.new_state_kappa, row_dims=2),
+            relative_rows(
+                SPEC.tolerances[1], new_state, self.new_state, self.new_state_kappa, row_dims=2
+            ),
             unchanged("new_state", new_state, self.new_state, self.kept),
         ]
 
@@ -42,7 +44,13 @@ class Expected:
 
 
 def step(
-    S: torch.Tensor, g: float, beta: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    S: torch.Tensor,
+    g: float,
+    beta: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token of one head: (S', o, kappa of S', kappa of o); S is [V, K]."""
     u = beta * (v - g * (S @ k))
@@ -54,7 +62,7 @@ def step(
 
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs(*(value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in inputs))
+    x = Inputs._make(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs)
     batch_size, _, num_q_heads, head_size = x.q.shape
     num_v_heads = x.v.shape[2]
     group = num_v_heads // num_q_heads

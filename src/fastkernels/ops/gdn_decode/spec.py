@@ -3,7 +3,15 @@ any head counts with num_v_heads a multiple of num_q_heads, any head size, a sta
 
 from __future__ import annotations
 
-from fastkernels.core.spec import Axis, Constraint, Derived, OpSpec, ScalarSpec, TensorSpec, Tolerance
+from fastkernels.core.spec import (
+    Axis,
+    Constraint,
+    Derived,
+    OpSpec,
+    ScalarSpec,
+    TensorSpec,
+    Tolerance,
+)
 from fastkernels.ops._shared.gdn import MODES, STATE_HINT, UPDATE_OPTIONS, pool_options
 
 _ONE_TOKEN = "several tokens per decode call are not supported yet; use gdn_prefill"
@@ -39,7 +47,12 @@ SPEC = OpSpec(
     ),
     outputs=(
         TensorSpec("output", ("batch_size", "seq_len", "num_v_heads", "head_size"), ("bfloat16",)),
-        TensorSpec("new_state", ("batch_size", "num_v_heads", "head_size", "head_size"), ("float32",), dense=2),
+        TensorSpec(
+            "new_state",
+            ("batch_size", "num_v_heads", "head_size", "head_size"),
+            ("float32",),
+            dense=2,
+        ),
     ),
     options=(*pool_options("batch_size"), ScalarSpec("inplace", "bool", default=False)),
     constraints=(

@@ -33,7 +33,7 @@ def gdn_prefill(
 
     q, k: [T, Hk, K] bfloat16, used as given: no normalisation inside.
     v: [T, Hv, V] bfloat16, Hv a multiple of Hk, V = K.
-    state: [N, Hv, V, K] float32, K contiguous: the state each sequence starts from; read only unless in
+    state: [N, Hv, V, K] float32, K contiguous: what each sequence starts from; read only unless in
     place or in pool form; None is zeros.   A_log, dt_bias: [Hv] float32.
     a, b: [T, Hv] bfloat16, raw projections (softplus and sigmoid happen inside).
     cu_seqlens: [N + 1] int64 or int32 on the device of q: sequence i is tokens
@@ -53,7 +53,8 @@ def gdn_prefill(
     Raises ArgumentError, UnsupportedProblem, NotWarmedUp.
     """
     inputs = Inputs(
-        q, k, v, state, A_log, a, dt_bias, b, cu_seqlens, scale, read_indices, write_indices, inplace
+        q, k, v, state, A_log, a, dt_bias, b, cu_seqlens, scale,
+        read_indices, write_indices, inplace,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         output, new_state = torch_ops.call(SPEC, inputs, out, workspace)

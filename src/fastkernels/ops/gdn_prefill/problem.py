@@ -64,8 +64,8 @@ def bind(
 
 
 def check_offsets(inputs: Inputs) -> None:
-    """Value check of cu_seqlens (FASTKERNELS_CHECK=values): 0 first, never decreasing, the number of
-    tokens last. Synchronises."""
+    """Value check of cu_seqlens (FASTKERNELS_CHECK=values): 0 first, never decreasing, the number
+    of tokens last. Synchronises."""
     total = inputs.q.shape[0]
     offsets = inputs.cu_seqlens.tolist()
     previous = 0

@@ -1,10 +1,11 @@
-"""The oracle of gdn_prefill: the recurrence in float64, token by token, and how outputs are judged."""
+"""The oracle of gdn_prefill: the recurrence in float64, token by token; how outputs are judged."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ class Expected:
     added to the limit of an ill-conditioned row (`slack`).
 
     A row of the output is all tokens of a sequence for one head, [N, Hv] rows; one of the state a
-    [V, K] matrix. In pool form `new_state` is the whole pool. States in `kept` must keep their bits:
-    slots that nothing writes, and those of empty sequences.
+    [V, K] matrix. In pool form `new_state` is the whole pool. States in `kept` must keep their
+    bits: slots that nothing writes, and those of empty sequences.
     """
 
     output: torch.Tensor
@@ -40,7 +41,7 @@ class Expected:
     offsets: tuple[int, ...]
 
     def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
-        """Ours: worst (sequence, head) of the output and of the state, and what must keep its bits."""
+        """Ours: worst (sequence, head) of output and state, and what must keep its bits."""
         output, new_state = outputs
         return [
             self._judge_output(output),
@@ -69,7 +70,7 @@ class Expected:
             (0, self.offsets[0], nothing, nothing),
             (self.offsets[-1], total, nothing, nothing),
         ]
-        for i, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
+        for i, (begin, end) in enumerate(pairwise(self.offsets)):
             rows.append((begin, end, self.output_kappa[i], self.output_slack[i]))
         errors = [
             _at_token(
@@ -89,7 +90,7 @@ class Expected:
 
 
 def _at_token(begin: int, error: Error) -> Error:
-    """The error's place as (token, head, column) of the output, from that in (head, token, column)."""
+    """The error with its place as (token, head, column), from (head, token, column)."""
     if not error.at:
         return error
     head, token, column = error.at
@@ -97,7 +98,7 @@ def _at_token(begin: int, error: Error) -> Error:
 
 
 class _Values(NamedTuple):
-    """The inputs on the CPU in float64, per value head: q, k [T, Hv, K], v [T, Hv, V], gates [T, Hv]."""
+    """Inputs in float64 per value head: q, k [T, Hv, K], v [T, Hv, V], log_g and beta [T, Hv]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -119,7 +120,7 @@ def clean_offsets(values: Sequence[int], total: int) -> tuple[int, ...]:
 
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs(*(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs))
+    x = Inputs._make(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs)
     total, num_v_heads, head_size = x.v.shape
     offsets = clean_offsets(x.cu_seqlens.tolist(), total)
     num_seqs = len(offsets) - 1
@@ -144,7 +145,7 @@ def reference(inputs: Inputs) -> Expected:
 
     read = range(num_seqs) if x.read_indices is None else x.read_indices.tolist()
     write = read if x.write_indices is None else x.write_indices.tolist()
-    for i, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (begin, end) in enumerate(pairwise(offsets)):
         if not 0 <= read[i] < num_states:
             continue
         tokens, S = values.tokens(begin, end), before[read[i]]
@@ -174,7 +175,7 @@ def recurrence(
 def _recurrence_of_head(
     S: torch.Tensor, x: _Values
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Head by head, in place: 128 KiB stay in cache, and tensors of that size need no thread team."""
+    """One head, in place: 128 KiB stay in cache, and a tensor of that size needs no thread team."""
     S = S.clone()
     out, kappa = torch.zeros_like(x.v), torch.zeros_like(x.v)
     u, absolute = torch.zeros_like(S[:, 0]), torch.zeros_like(S)
@@ -196,9 +197,9 @@ def _recurrence_of_head(
 
 
 def ill_conditioned(x: _Values) -> torch.Tensor:
-    """[Hv]: where one sequence amplifies rounding, so that the usual limit asks too much of a chunked
-    form: keys longer than 1, neighbouring keys nearly parallel, or nothing ever forgotten (g = 1) while
-    every token replaces what its key held (beta = 1)."""
+    """[Hv]: where one sequence amplifies rounding, so that the usual limit asks too much of a
+    chunked form: keys longer than 1, neighbouring keys nearly parallel, or nothing ever forgotten
+    (g = 1) while every token replaces what its key held (beta = 1)."""
     norm = torch.linalg.vector_norm(x.k, dim=-1)
     long_keys = (norm > 1.05).any(0)
     cosine = (x.k[1:] * x.k[:-1]).sum(-1) / (norm[1:] * norm[:-1] + 1e-30)
@@ -216,8 +217,8 @@ def _slack(
     out_kappa: torch.Tensor,
     S_kappa: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is added to the limits of ill-conditioned heads, so that they become twice the error of the
-    plain bfloat16 form if that is more. 0 for the others."""
+    """What is added to the limits of ill-conditioned heads, so that they become twice the error of
+    the plain bfloat16 form if that is more. 0 for the others."""
     wanted = ill_conditioned(x)
     if not wanted.any():
         return torch.zeros_like(out_kappa), torch.zeros_like(S_kappa)
@@ -228,7 +229,9 @@ def _slack(
         size = torch.maximum(torch.linalg.vector_norm(want, dim=dims), kappa) + 1e-30
         error = torch.linalg.vector_norm(got - want, dim=dims) / size
         usable = wanted & (error <= YARDSTICK_LOST)  # false for NaN
-        slack.append(torch.where(usable, YARDSTICK_FACTOR * error - tolerance.limit, 0.0).clamp(min=0.0))
+        slack.append(
+            torch.where(usable, YARDSTICK_FACTOR * error - tolerance.limit, 0.0).clamp(min=0.0)
+        )
     return slack[0], slack[1]
 
 
@@ -250,7 +253,9 @@ def chunked_bf16(S: torch.Tensor, x: _Values, scale: float) -> tuple[torch.Tenso
         w = _mm(inverse, beta * start * k)
         u = _mm(inverse, beta * v) - _mm(w, S.mT)
         out[begin : begin + YARDSTICK_CHUNK] = (
-            (scale * (_mm(start * q, S.mT) + _mm(decay * _mm(q, k.mT), u))).transpose(0, 1).bfloat16()
+            (scale * (_mm(start * q, S.mT) + _mm(decay * _mm(q, k.mT), u)))
+            .transpose(0, 1)
+            .bfloat16()
         )
         S = start[:, -1:] * S + _mm((end * u).mT, k)
     return out, S.double()

@@ -1,5 +1,6 @@
 """Twin of the contest definition `gdn_prefill_qk4_v8_d128_k_last`, with what we accept beyond it:
-any head counts with num_v_heads a multiple of num_q_heads, any head size, int32 offsets, a state pool.
+any head counts with num_v_heads a multiple of num_q_heads, any head size, int32 offsets, a state
+pool.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fastkernels.ops._shared.gdn import MODES, STATE_HINT, UPDATE_OPTIONS, pool_
 
 _NOT_BATCHED = "sequences are concatenated along the first axis and cut by cu_seqlens"
 _OFFSETS = (
-    "num_seqs + 1 offsets on the device of q; num_seqs is that of state, or of read_indices in pool "
-    "form"
+    "num_seqs + 1 offsets on the device of q; num_seqs is that of state, or of read_indices in the "
+    "pool form"
 )
 _STATE = ("num_seqs", "num_v_heads", "head_size", "head_size")
 

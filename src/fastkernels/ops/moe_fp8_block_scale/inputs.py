@@ -121,8 +121,12 @@ def make_inputs(
         topk_weights,
         case.deterministic,
     )
-    drawn = inputs._asdict().items()
-    return Inputs(**{k: move(v, device) if isinstance(v, torch.Tensor) else v for k, v in drawn})
+    tensors: dict[str, Any] = {
+        name: move(value, device)
+        for name, value in inputs._asdict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    return inputs._replace(**tensors)
 
 
 def draw_routing(rng: torch.Generator, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +148,7 @@ def draw_routing(rng: torch.Generator, case: Case) -> tuple[torch.Tensor, torch.
     elif case.logits == "none_local":
         logits[:, is_local] -= 50.0
     elif case.logits == "one_expert":
-        logits[:, is_local] -= 50.0
+        logits[:, is_local & (expert != case.local_expert_offset)] -= 50.0
         bias[case.local_expert_offset] = 8.0
     elif case.logits == "all_local":
         logits[:, ~is_local] -= 50.0

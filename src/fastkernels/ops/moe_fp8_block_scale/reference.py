@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -244,8 +245,12 @@ class Expected:
 
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed. Holds one expert in float32 at a time."""
-    given = inputs._asdict()
-    x = Inputs(**{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
+    tensors: dict[str, Any] = {
+        name: value.cpu()
+        for name, value in inputs._asdict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    x = inputs._replace(**tensors)
     num_tokens, hidden_size = x.hidden_states.shape
     variants = admissible_routing(x)
     outputs = torch.zeros((variants.token.shape[0], hidden_size))

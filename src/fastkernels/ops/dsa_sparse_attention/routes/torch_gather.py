@@ -50,9 +50,10 @@ def _attend(inputs: Inputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, 
     is_padding = (indices < 0) | (indices >= num_pages * page_size)
     indices = torch.where(is_padding, 0, indices)
     page, offset = indices // page_size, indices % page_size
-    # Padding read row 0, which may hold NaN, and 0 * NaN is NaN in both products.
+    # Padding read row 0. Its logits are replaced below, but its values meet a weight of 0, and
+    # 0 * NaN is NaN.
     ckv = inputs.ckv_cache[page, offset].masked_fill_(is_padding[..., None], 0.0).float()
-    kpe = inputs.kpe_cache[page, offset].masked_fill_(is_padding[..., None], 0.0).float()
+    kpe = inputs.kpe_cache[page, offset].float()
 
     logits = torch.bmm(inputs.q_nope[tokens].float(), ckv.transpose(1, 2))  # [t, H, K]
     logits.baddbmm_(inputs.q_pe[tokens].float(), kpe.transpose(1, 2)).mul_(inputs.sm_scale)

@@ -1,4 +1,4 @@
-"""Batched torch operations in float32, gates in float64; any device, any geometry: the safe route."""
+"""Batched torch operations in float32, gates in float64; any device and geometry: the safe route."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def launch(
     if batch_size == 0:
         return
     log_g, beta = gates(inputs.A_log, inputs.a[:, 0], inputs.dt_bias, inputs.b[:, 0])
-    g, beta = log_g.exp().float()[..., None, None], beta.float()[..., None]  # [B, Hv, 1, 1], [B, Hv, 1]
+    g, beta = (
+        log_g.exp().float()[..., None, None],
+        beta.float()[..., None],
+    )  # [B, Hv, 1, 1], [B, Hv, 1]
     group = num_v_heads // inputs.q.shape[2]
     q = inputs.q[:, 0].float().repeat_interleave(group, dim=1)[..., None]  # [B, Hv, K, 1]
     k = inputs.k[:, 0].float().repeat_interleave(group, dim=1)[..., None]
