@@ -87,7 +87,7 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
         ("limit", "right"),
         ("verdict", "left"),
     ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         operator = catalog.operator(row.op)
         shape = " ".join(f"{name}={row.axes[name]}" for name in operator.spec.variable_axes)

@@ -137,6 +137,35 @@ def test_judge_sees(name: str) -> None:
     assert is_judged_wrong(expected, outputs) == verdict
 
 
+def test_cancellation_is_not_held_against_a_kernel() -> None:
+    """Two opposite rows of equal weight: the output is 0, the yardstick the rows' own size."""
+    inputs = with_row(make_inputs(CASE), [0, 1])
+    inputs.ckv_cache[0, 1] = -inputs.ckv_cache[0, 0]
+    inputs.q_nope.zero_()
+    inputs.q_pe.zero_()
+    expected = reference(inputs)
+    assert not expected.output.any()
+    row = inputs.ckv_cache[0, 0].expand(1, 16, -1).double()
+    for factor, is_wrong in ((5e-3, False), (7e-3, True)):
+        assert is_judged_wrong(expected, (factor * row, expected.lse)) == [is_wrong, False]
+
+
+def test_slack_is_the_rounding_of_the_largest_logit() -> None:
+    inputs = make_inputs(next(case for case in CORNER if case.name == "huge"))
+    expected = reference(inputs)
+    row = inputs.sparse_indices[1, :33].long()
+    keys = torch.cat([inputs.ckv_cache.flatten(0, 1)[row], inputs.kpe_cache.flatten(0, 1)[row]], 1)
+    query = torch.cat([inputs.q_nope[1], inputs.q_pe[1]], dim=1)
+    products = (query[:, None].double() * keys.double()).abs().sum(2)  # [H, n]
+    slack = 2.0**-20 * inputs.sm_scale * products.amax(1)
+    torch.testing.assert_close(expected.slack[1], slack, rtol=1e-12, atol=0)
+    lse = expected.lse.clone()
+    lse[1] += 1e-4 + slack
+    assert is_judged_wrong(expected, (expected.output, lse)) == [False, False]
+    lse[1] += 2.0**-17 * lse[1].abs()
+    assert is_judged_wrong(expected, (expected.output, lse)) == [False, True]
+
+
 # ---- padding and values on the device -----------------------------------------------------------
 
 

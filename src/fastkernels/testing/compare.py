@@ -117,5 +117,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit equality, NaN payloads and signs of zero included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    # A copy: a view of one element may keep a stride that `view` refuses.
+    a, b = (t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (a, b))
     return a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -116,13 +116,13 @@ def check_slots(op: str, inputs: Any) -> None:
 
 
 def load_rows(pool: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rows, valid)`: the slots named by `indices`, zeros where an index is outside the pool."""
+    """`(rows, valid)`: copies of the slots that `indices` name. Where an index is outside the pool,
+    `valid` is False and the row is any slot's: neither read nor store it."""
     slots = pool.shape[0]
     valid = (indices >= 0) & (indices < slots)
     if slots == 0:
         return pool.new_zeros((indices.shape[0], *pool.shape[1:])), valid
-    rows = pool.index_select(0, torch.where(valid, indices, 0))
-    return torch.where(valid.view(-1, *[1] * (pool.dim() - 1)), rows, 0.0), valid
+    return pool.index_select(0, torch.where(valid, indices, 0)), valid
 
 
 def store_rows(

@@ -24,6 +24,9 @@ MAX_VARIANTS = 64
 """Variants of a token that are tried. Beyond it (dozens of experts in one band) a token is held to
 the first ones, among them what float32 makes of correctly rounded sigmoids and the exact choice."""
 
+SMALLEST_SIGMOID = 2.0**-126
+"""Smaller ones count as 0. Float32 arithmetic may give 0 or a subnormal number there."""
+
 ROWS = 1024  # rows that are computed or compared together; bounds the memory
 
 
@@ -35,11 +38,13 @@ class Variants:
     """Admissible routings, one a row; row t < num_tokens is the preferred one of token t.
 
     token: [V] int64.   ids: [V, topk] int64, ascending unless given.   weights: [V, topk] float32.
+    lost: [V] float32, how far a weight moves with a sigmoid of SMALLEST_SIGMOID for 0.
     """
 
     token: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    lost: torch.Tensor
 
     def mismatches(self, ids: torch.Tensor) -> list[int]:
         """Tokens whose row of `ids` [T, topk], in any order, is no admissible choice."""
@@ -56,11 +61,13 @@ def admissible_routing(inputs: Inputs) -> Variants:
     if inputs.topk_ids is not None:
         assert inputs.topk_weights is not None
         ids = inputs.topk_ids.long()
-        return Variants(torch.arange(ids.shape[0]), ids, inputs.topk_weights)
+        token = torch.arange(ids.shape[0])
+        return Variants(token, ids, inputs.topk_weights, torch.zeros(ids.shape[0]))
     assert inputs.routing_logits is not None
     assert inputs.routing_bias is not None
     logits, bias = _nan_to_minus_inf(inputs.routing_logits), _nan_to_minus_inf(inputs.routing_bias)
     exact = torch.sigmoid(logits.double())
+    exact = torch.where(exact < SMALLEST_SIGMOID, 0.0, exact)
     rounded = exact.float()
 
     biased32, biased64 = rounded + bias.float(), exact + bias.double()
@@ -83,8 +90,9 @@ def admissible_routing(inputs: Inputs) -> Variants:
     ids = torch.tensor([choice for _, choice in preferred + others], dtype=torch.int64)
     ids = ids.reshape(-1, inputs.topk)  # without tokens, too
     chosen = exact[token].gather(1, ids)
-    weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * inputs.routed_scaling_factor
-    return Variants(token, ids, weights.float())
+    per_sigmoid = inputs.routed_scaling_factor / (chosen.sum(1, keepdim=True) + 1e-20)
+    lost = SMALLEST_SIGMOID * per_sigmoid[:, 0].abs()
+    return Variants(token, ids, (chosen * per_sigmoid).float(), lost.float())
 
 
 def _group_scores(biased: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -136,11 +144,13 @@ def _choices(
     yield tuple(sorted(ranked[:count]))
     if count == len(candidates):
         return
-    ranked = sorted(candidates, key=lambda i: (-float64[i], i))
-    last_in, first_out = float64[ranked[count - 1]], float64[ranked[count]]
-    if not _in_band(last_in, first_out):
+    if not _in_band(
+        min(float64[i] for i in ranked[:count]), max(float64[i] for i in ranked[count:])
+    ):
         return
+    ranked = sorted(candidates, key=lambda i: (-float64[i], i))
     yield tuple(sorted(ranked[:count]))
+    last_in, first_out = float64[ranked[count - 1]], float64[ranked[count]]
     certain = [i for i in ranked[:count] if not _in_band(float64[i], first_out)]
     contested = [i for i in ranked[:count] if _in_band(float64[i], first_out)]
     contested += [i for i in ranked[count:] if _in_band(last_in, float64[i])]
@@ -192,6 +202,7 @@ class Expected:
     kappa: [V] float32, the norm of the row computed from absolute values, `sum of w |C| |W2|^T`.
     rms: [V] float32, the same from squares, `sqrt(sum of w^2 C^2 (W2^2)^T)`: where signs are random
     it is close to the row's own norm, where terms cancel it is not.
+    In both, w is raised so far that a vanished sigmoid passes (`Variants.lost`).
     """
 
     variants: Variants
@@ -263,6 +274,7 @@ def reference(inputs: Inputs) -> Expected:
         if rows.numel() == 0:
             continue
         weight = torch.where(chosen, variants.weights, 0.0).sum(1, keepdim=True)
+        yardstick = weight.abs() + (variants.lost / SPEC.tolerances[0].limit)[:, None]
         dequantise(x.gemm1_weights[e], x.gemm1_weights_scale[e], w13)
         dequantise(x.gemm2_weights[e], x.gemm2_weights_scale[e], w2)
         w2_squares = torch.linalg.vector_norm(w2, dim=0).square()
@@ -271,10 +283,10 @@ def reference(inputs: Inputs) -> Expected:
         ]
         for some, C in parts:
             outputs[some] += weight[some] * (C @ w2.T)
-            squares[some] += weight[some, 0].square() * (C.square() @ w2_squares)
+            squares[some] += yardstick[some, 0].square() * (C.square() @ w2_squares)
         w2.abs_()
         for some, C in parts:
-            kappa[some] += weight[some].abs() * (C.abs() @ w2.T)
+            kappa[some] += yardstick[some] * (C.abs() @ w2.T)
     return Expected(variants, outputs, kappa.norm(dim=1), squares.sqrt(), num_tokens)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 DENOMINATOR_GUARD = 1e-20  # the definition's; visible where all sigmoids vanish
+SMALLEST_SIGMOID = torch.finfo(torch.float32).tiny
 
 
 def route_tokens(
@@ -22,13 +23,16 @@ def route_tokens(
     """`(ids, weights)`, both [T, topk], best expert first: int64 and float32.
 
     logits: [T, num_experts] float32, num_experts a multiple of num_groups.   bias: [num_experts].
-    Equal values rank by index, the lower one first. NaN in logits or bias counts as -inf.
+    Equal values rank by index, the lower one first. NaN in logits or bias counts as -inf, a sigmoid
+    below the normal range of float32 as 0.
     """
     num_tokens, num_experts = logits.shape
     group_size = num_experts // num_groups
     # Rounded from float64: torch's float32 sigmoid differs in the last place between its vector
     # body and its scalar tail, and equal logits must stay equal.
     scores = torch.sigmoid(_rankable(logits).double()).float()
+    # Logits below -87.3: 0, as where exp(-x) leaves float32, and never a subnormal number.
+    scores = torch.where(scores < SMALLEST_SIGMOID, 0.0, scores)
     biased = scores + _rankable(bias).float()
 
     grouped = biased.view(num_tokens, num_groups, group_size)

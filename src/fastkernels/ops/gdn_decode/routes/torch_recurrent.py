@@ -1,4 +1,4 @@
-"""Batched torch operations in float32, gates in float64; any device and geometry: the safe route."""
+"""Batched torch operations in float32, gates in float64; any geometry: the safe route."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def launch(
 
     lengths, order = lengths.sort(descending=True, stable=True)
     starts = starts.index_select(0, order)
-    at_most = lengths.tolist() if device.type == "cpu" else bounds(num_tokens, num_seqs)
+    at_most = most_tokens(lengths, num_tokens)
 
     log_g, beta = gates(inputs.A_log, inputs.a, inputs.dt_bias, inputs.b)
     tokens = _Tokens(inputs.q, inputs.k, inputs.v, log_g.clamp(min=_LEAST_LOG_G), beta)
@@ -131,8 +131,15 @@ def launch(
         store_rows(new_state, write, states, valid)
 
 
-def bounds(num_tokens: int, num_seqs: int) -> list[int]:
-    """The most tokens that the longest, second longest, .. of sequences can have, given their sum."""
+def most_tokens(lengths: torch.Tensor, num_tokens: int) -> list[int]:
+    """The lengths, sorted in descending order, or off the CPU what they can be at most."""
+    if lengths.device.type == "cpu":
+        return [int(length) for length in lengths.tolist()]
+    return most_tokens_by_shape(lengths.shape[0], num_tokens)
+
+
+def most_tokens_by_shape(num_seqs: int, num_tokens: int) -> list[int]:
+    """The most that the longest, second longest, .. of sequences have with so many together."""
     return [num_tokens // (rank + 1) for rank in range(num_seqs)]
 
 
