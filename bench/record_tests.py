@@ -4,8 +4,8 @@
     python -m pytest -m gpu --junit-xml gpu.xml
     python bench/record_tests.py --device cuda --stamp stamp.json --out tests.json gpu.xml
 
-The stamp is `{"commit": ..., "dirty": ...}`, written where the repository's history is, since the GPU
-machine may have none. Exit status 1 if a test failed or none ran.
+The stamp is `{"commit": ..., "dirty": ...}`, written where the repository's history is, since the
+GPU machine may have none. Exit status 1 if a test failed or none ran.
 """
 
 from __future__ import annotations

@@ -78,19 +78,16 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
         title=f"fastkernels {facts['fastkernels']} on {facts['device']}, torch {facts['torch']}",
         caption="error: the one nearest its limit, against the float64 oracle (MoE: float32)",
     )
-    for name, justify in (
-        ("operator", "left"),
-        ("shape", "left"),
-        ("route", "left"),
-        ("time", "right"),
-        ("error", "right"),
-        ("limit", "right"),
-        ("verdict", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in ("operator", "shape", "route", "time", "error", "limit", "verdict"):
+        table.add_column(
+            name,
+            justify="right" if name in ("time", "error", "limit") else "left",
+            overflow="fold",
+            no_wrap=name in ("operator", "shape"),
+        )
     for row in rows:
         operator = catalog.operator(row.op)
-        shape = " ".join(f"{name}={row.axes[name]}" for name in operator.spec.variable_axes)
+        shape = "\n".join(f"{name}={row.axes[name]}" for name in operator.spec.variable_axes)
         worst = max(row.errors, key=lambda e: e["value"] / e["limit"] if e["limit"] else e["value"])
         verdict = "[green]ok[/]" if row.ok else "[bold red]WRONG[/]"
         table.add_row(

@@ -53,7 +53,7 @@ def examine() -> list[Finding]:
         ),
         _package("triton", "configs outside the library cannot be compiled just in time"),
         _package("nvidia-cutlass-dsl", "CuTe DSL configs cannot be compiled just in time"),
-        *(_package(name, "not compared in benchmarks") for name in PEERS),
+        _peers(),
         *_tables(),
         *_variables(),
     ]
@@ -64,6 +64,18 @@ def _package(name: str, cost: str) -> Finding:
         return Finding(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed", cost)
+
+
+def _peers() -> Finding:
+    versions = {}
+    for name in PEERS:
+        finding = _package(name, "")
+        if finding.state == "ok":
+            versions[name] = finding.found
+    found = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
+    absent = [name for name in PEERS if name not in versions]
+    cost = f"benchmarks do not compare with {', '.join(absent)}" if absent else ""
+    return Finding("peers", "missing" if absent else "ok", found, cost)
 
 
 def _gpus() -> list[Finding]:
