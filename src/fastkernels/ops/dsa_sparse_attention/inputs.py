@@ -208,6 +208,7 @@ CORRECTNESS = (
 CORNER = (
     Case("empty", 0, num_pages=_SMALL),
     Case("one-index", 1, seed=11, num_pages=_SMALL, valid=(1,)),
+    Case("tail", 17, seed=27, num_pages=_SMALL, topk=193, valid=(193, 0, 65) * 5 + (64, 1)),
     Case("topk-1", 3, seed=12, num_pages=_SMALL, topk=1),
     Case("all-invalid", 2, seed=13, num_pages=_SMALL, valid=(0, 0)),
     Case("first-invalid", 2, seed=14, num_pages=_SMALL, valid=(0, 300)),
@@ -218,8 +219,8 @@ CORNER = (
     Case("identical", 2, seed=19, num_pages=_SMALL, contents="identical"),
     Case("poisoned", 3, seed=20, num_pages=_SMALL, valid=(0, 40, 1), padding="outside",
          contents="poisoned"),
-    Case("packed", 3, seed=21, num_pages=_SMALL, valid=(2048, 0, 77), layout="packed"),
-    Case("padded", 3, seed=22, num_pages=_SMALL, valid=(2048, 0, 77), layout="padded"),
+    Case("strided-packed", 3, seed=21, num_pages=_SMALL, valid=(2048, 0, 77), layout="packed"),
+    Case("strided-padded", 3, seed=22, num_pages=_SMALL, valid=(2048, 0, 77), layout="padded"),
     Case("no-pages", 3, seed=23, num_pages=0, padding="outside"),
     Case("one-page", 2, seed=24, num_pages=1, valid=(64, 3)),
     Case("natural-lse", 2, seed=25, num_pages=_SMALL, valid=(2048, 0), lse_base="e"),
