@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure an operator's routes on this machine and write its result file.
 
-    python bench/run.py --op gdn_decode --where batch_size=64 --out bench/results/cpu
+    python bench/run.py --op gdn_decode --where batch_size=64 --rows 1 --out bench/results/cpu
 
 Every row is judged by the oracle before it is timed; a wrong row makes the exit status 1 and is
 recorded as wrong. On a CPU: wall clock, inputs as the first call left them in the caches, peak
@@ -56,12 +56,12 @@ def peak_extra_mb(operator: Operator, inputs: Any) -> float:
     return max(0.0, resident_mb("VmHWM") - before - size)
 
 
-def measure(operator: Operator, case: Case, name: str) -> dict[str, Any]:
+def measure(operator: Operator, case: Case, listed: str) -> dict[str, Any]:
     row = demo.measure(operator, case, torch.device("cpu"), lambda _: None)
     inputs = catalog.module(operator.name, "inputs").make_inputs(case)
     worst = max(row.errors, key=lambda e: e["value"] / e["limit"] if e["limit"] else e["value"])
     return {
-        "list": name,
+        "list": listed,
         "id": case.source or case.name,
         "axes": case.axes,
         "mode": case.mode,
@@ -76,38 +76,44 @@ def measure(operator: Operator, case: Case, name: str) -> dict[str, Any]:
     }
 
 
-def selected(
-    spec: OpSpec, cases: tuple[Case, ...], where: tuple[str, ...], limit: int
-) -> list[Case]:
-    """The cases whose axes equal every `where`, thinned to `limit` evenly spaced ones."""
-    wanted = {name: int(size) for name, _, size in (text.partition("=") for text in where)}
-    for name in wanted:
-        if name not in spec.axis:
-            raise click.UsageError(f"--where {name}: not an axis of {spec.name}")
-    found = [case for case in cases if all(case.axes[n] == size for n, size in wanted.items())]
-    if not found:
-        raise click.UsageError(f"no case of {spec.name} has {wanted}")
-    if limit and len(found) > limit:
-        found = [found[i * (len(found) - 1) // max(limit - 1, 1)] for i in range(limit)]
-    return found
+def selected(spec: OpSpec, cases: list[Case], where: tuple[str, ...], limit: int) -> list[Case]:
+    """Per `where` (all cases if there is none) the cases whose axes equal it, thinned to `limit`
+    evenly spaced ones."""
+    chosen: list[Case] = []
+    for text in where or ("",):
+        wanted = dict(pair.split("=") for pair in text.split(",") if pair)
+        unknown = [name for name in wanted if name not in spec.axis]
+        if unknown:
+            raise click.UsageError(f"--where {unknown[0]}: not an axis of {spec.name}")
+        found = [c for c in cases if all(c.axes[n] == int(size) for n, size in wanted.items())]
+        if not found:
+            raise click.UsageError(f"no case of {spec.name} has {text}")
+        if limit and len(found) > limit:
+            found = [found[i * (len(found) - 1) // max(limit - 1, 1)] for i in range(limit)]
+        chosen += found
+    return chosen
 
 
 @click.command()
 @click.option("--op", "name", required=True, help="Operator.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu"]))
-@click.option("--list", "listed", default="contest", type=click.Choice(["contest", "serving"]))
-@click.option("--where", multiple=True, metavar="AXIS=SIZE", help="Only these rows (repeatable).")
-@click.option("--rows", "limit", default=0, help="At most this many rows, evenly spaced; 0: all.")
+@click.option(
+    "--where", multiple=True, metavar="AXIS=SIZE[,..]", help="Only these rows; repeatable."
+)
+@click.option("--rows", "limit", default=0, help="At most this many rows per --where; 0: all.")
 @click.option("--out", default=None, help="Folder of the result file; default: print it.")
-def main(
-    name: str, device: str, listed: str, where: tuple[str, ...], limit: int, out: str | None
-) -> None:
-    """Measure one operator and write <out>/<op>.json."""
+def main(name: str, device: str, where: tuple[str, ...], limit: int, out: str | None) -> None:
+    """Measure rows of one operator's contest and serving lists and write <out>/<op>.json."""
     operator = catalog.operator(name)
-    cases = selected(operator.spec, contracts.cases(operator, listed.upper()), where, limit)
+    lists = {
+        case: listed
+        for listed in ("contest", "serving")
+        for case in contracts.cases(operator, listed.upper())
+    }
+    cases = selected(operator.spec, list(lists), where, limit)
     rows = []
     for case in cases:
-        rows.append(measure(operator, case, listed))
+        rows.append(measure(operator, case, lists[case]))
         click.echo(f"{case.name} {case.axes}: {rows[-1]['us']['median'] / 1e3:.1f} ms", err=True)
     facts = environment(device)
     result = {

@@ -9,6 +9,10 @@ import torch
 
 from fastkernels.core import dispatch
 
+# Small products lose more to a second thread than they gain, above all beside other processes
+# (attention cases on two busy cores: 34 s with two threads, 4 s with one).
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped, with a reason, where the GPU they need is absent."""
