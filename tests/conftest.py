@@ -36,7 +36,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "meta" or torch.compiler.is_compiling():
+        # requires_grad: Inductor of torch 2.10 allocates such ones while it traces.
+        if tensor.requires_grad or tensor.device.type == "meta" or torch.compiler.is_compiling():
             return tensor
         return tensor.fill_(float("nan") if tensor.is_floating_point() else 123)
 

@@ -82,8 +82,7 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
         table.add_column(
             name,
             justify="right" if name in ("time", "error", "limit") else "left",
-            overflow="fold",
-            no_wrap=name in ("operator", "shape"),
+            no_wrap=True,
         )
     for row in rows:
         operator = catalog.operator(row.op)
@@ -99,7 +98,8 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
             f"{worst['limit']:.2g}",
             verdict,
         )
-    console = Console()
+    # A file or a pipe has no width; a terminal's own is kept.
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in rows):
         console.print(f"why this route: {reason}", highlight=False)
