@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastkernels.core.device import CPU
-from fastkernels.core.problem import key_from_axes, overlaps, overlaps_itself
+from fastkernels.core.outputs import overlaps, overlaps_itself
+from fastkernels.core.problem import key_from_axes
 from fastkernels.errors import ArgumentError
 from tests.core.toy import SPEC, toy
 

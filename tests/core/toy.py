@@ -8,14 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import dispatch
-from fastkernels.core.problem import (
-    Problem,
-    check_inputs,
-    check_workspace,
-    input_device,
-    prepare_outputs,
-    problem_key,
-)
+from fastkernels.core.outputs import check_workspace, prepare_outputs
+from fastkernels.core.problem import Problem, check_inputs, input_device, problem_key
 from fastkernels.core.route import ANY_DEVICE, Decline, Operator, Route
 from fastkernels.core.spec import Axis, Constraint, Derived, OpSpec, ScalarSpec, TensorSpec
 

@@ -78,7 +78,11 @@ def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
     if witness is not None:
         witness.append((key, selection))
     try:
-        route.launch(problem.inputs, problem.outputs, workspace, config)
+        if route.language == "torch":
+            with _plain_arithmetic(problem.outputs[0].device.type):
+                route.launch(problem.inputs, problem.outputs, workspace, config)
+        else:
+            route.launch(problem.inputs, problem.outputs, workspace, config)
     except (FastkernelsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -86,6 +90,21 @@ def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
             f"{key.op}: route {route.name!r} with {config} failed on {key.describe()}: {error}"
         ) from error
     return problem.outputs
+
+
+@contextmanager
+def _plain_arithmetic(device_type: str) -> Iterator[None]:
+    """Surroundings in which torch computes what a route wrote down.
+
+    The caller's autocast would turn float32 products into bfloat16 ones. Inference mode lets a
+    route fill tensors that were made in it, such as a server's pool.
+    """
+    with torch.inference_mode():
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                yield
+        else:
+            yield
 
 
 def _scratch(route: Route, config: Any, problem: Problem) -> torch.Tensor | None:

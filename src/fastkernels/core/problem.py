@@ -16,8 +16,6 @@ from fastkernels.core.device import DeviceInfo, device_info
 from fastkernels.core.spec import Axis, OpSpec, ScalarSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
-WORKSPACE_ALIGNMENT = 256
-
 
 class ProblemKey(NamedTuple):
     """Everything that may decide a route: hashable, from metadata only.
@@ -47,6 +45,9 @@ class Problem(NamedTuple):
     inputs: Any
     outputs: tuple[torch.Tensor, ...]
     workspace: torch.Tensor | None
+
+
+_MAX_FLOAT = int(torch.finfo(torch.float64).max)
 
 
 @cache
@@ -142,7 +143,7 @@ def check_inputs(
         if value is None and argument.optional:
             continue
         shape = shapes.get(argument.name, argument.shape)
-        _check_tensor(spec, argument, shape, value)
+        check_tensor(spec, argument, shape, value)
         if device is None:
             device, first = value.device, argument.name
         elif value.device != device:
@@ -165,8 +166,8 @@ def check_inputs(
             axes[axis.name] = axis.derived.value(axes)
     _check_axes(spec, axes, blame)
     for argument, shape, value in given:
-        _check_shape(spec, argument, shape, value, axes)
-        _check_strides(spec, argument, shape, value)
+        check_shape(spec, argument, shape, value, axes)
+        check_strides(spec, argument, shape, value)
     return axes
 
 
@@ -189,7 +190,14 @@ def _bind_bases(
                 break
 
 
-def _check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], value: Any) -> None:
+def check_scalars(spec: OpSpec, inputs: Any) -> None:
+    """The types of every argument that is no tensor."""
+    for argument in (*spec.inputs, *spec.options):
+        if isinstance(argument, ScalarSpec):
+            _check_scalar(spec.name, argument, getattr(inputs, argument.name))
+
+
+def check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         got = "None" if value is None else f"a {type(value).__name__}"
         raise ArgumentError(f"{spec.name}: {argument.name!r} is {got}, expected a tensor")
@@ -214,7 +222,7 @@ def _check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], va
         )
 
 
-def _check_strides(
+def check_strides(
     spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], value: torch.Tensor
 ) -> None:
     if not argument.dense or value.is_contiguous() or not value.numel():
@@ -230,7 +238,7 @@ def _check_strides(
         expected *= size
 
 
-def _check_shape(
+def check_shape(
     spec: OpSpec,
     argument: TensorSpec,
     shape: tuple[str, ...],
@@ -279,6 +287,8 @@ def _check_scalar(op: str, argument: ScalarSpec, value: Any) -> None:
         legal = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     else:
         legal = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+    if legal and argument.kind == "float" and isinstance(value, int) and abs(value) > _MAX_FLOAT:
+        raise ArgumentError(f"{op}: {argument.name!r} is beyond float64, expected a float")
     if not legal:
         kind = {"float": "a float", "int": "an int", "bool": "a bool"}[argument.kind]
         raise ArgumentError(
@@ -289,173 +299,6 @@ def _check_scalar(op: str, argument: ScalarSpec, value: Any) -> None:
 
 def _hint(described: TensorSpec | Axis) -> str:
     return f"; {described.hint}" if described.hint else ""
-
-
-# ---- outputs and workspace ----------------------------------------------------------------------
-
-
-def allocate(
-    outputs: Sequence[TensorSpec], axes: Mapping[str, int], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        torch.empty(
-            [axes[name] for name in out.shape], dtype=torch_dtype(out.dtypes[0]), device=device
-        )
-        for out in outputs
-    )
-
-
-def prepare_outputs(
-    spec: OpSpec,
-    inputs: Any,
-    axes: Mapping[str, int],
-    device: torch.device,
-    out: Any,
-    outputs: Sequence[TensorSpec] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The tensors to fill: allocated, or the caller's `out` after its checks.
-
-    `outputs` are the specs of what is returned (default: all of the spec's); with one of them `out`
-    is a tensor, with several a tuple in the definition's order.
-    """
-    outputs = spec.outputs if outputs is None else outputs
-    if out is None:
-        return allocate(outputs, axes, device)
-    names = ", ".join(output.name for output in outputs)
-    if len(outputs) == 1:
-        if not isinstance(out, torch.Tensor):
-            raise ArgumentError(
-                f"{spec.name}: 'out' is a {type(out).__name__}, expected one tensor ({names})"
-            )
-        tensors: tuple[torch.Tensor, ...] = (out,)
-    else:
-        if not isinstance(out, (tuple, list)) or len(out) != len(outputs):
-            got = f"{len(out)} entries" if isinstance(out, (tuple, list)) else type(out).__name__
-            raise ArgumentError(f"{spec.name}: 'out' is {got}, expected a tuple ({names})")
-        tensors = tuple(out)
-    for output, tensor in zip(outputs, tensors, strict=True):
-        _check_tensor(spec, output, output.shape, tensor)
-        if tensor.device != device:
-            raise ArgumentError(
-                f"{spec.name}: out {output.name!r} is on {tensor.device}, expected {device}"
-            )
-        _check_shape(spec, output, output.shape, tensor, axes)
-        _check_strides(spec, output, output.shape, tensor)
-        if overlaps_itself(tensor):
-            raise ArgumentError(
-                f"{spec.name}: out {output.name!r} has strides {tuple(tensor.stride())}, expected "
-                "every element at its own address"
-            )
-    check_no_overlap(spec, inputs, tensors, tuple(output.name for output in outputs))
-    return tensors
-
-
-def check_no_overlap(
-    spec: OpSpec, inputs: Any, outputs: Sequence[torch.Tensor], names: Sequence[str]
-) -> None:
-    """Refuse outputs that share memory with an input or with each other."""
-    others = [(a.name, getattr(inputs, a.name)) for a in spec.tensors]
-    for position, (name, tensor) in enumerate(zip(names, outputs, strict=True)):
-        for other_name, other in others:
-            if other is not None and overlaps(tensor, other):
-                raise ArgumentError(
-                    f"{spec.name}: {name!r} overlaps {other_name!r}, expected memory of its own"
-                )
-        for other_name, other in zip(names[:position], outputs[:position], strict=True):
-            if overlaps(tensor, other):
-                raise ArgumentError(
-                    f"{spec.name}: {name!r} overlaps {other_name!r}, expected memory of its own"
-                )
-
-
-def check_workspace(
-    spec: OpSpec,
-    inputs: Any,
-    workspace: Any,
-    outputs: Sequence[torch.Tensor],
-    device: torch.device,
-) -> None:
-    """Dtype, layout, alignment and ownership of the caller's scratch; dispatch checks its size."""
-    if workspace is None:
-        return
-    op = spec.name
-    if not isinstance(workspace, torch.Tensor) or workspace.dtype != torch.uint8:
-        tensor = isinstance(workspace, torch.Tensor)
-        got = dtype_name(workspace.dtype) if tensor else type(workspace).__name__
-        raise ArgumentError(f"{op}: 'workspace' is {got}, expected a uint8 tensor")
-    if workspace.dim() != 1 or not workspace.is_contiguous():
-        raise ArgumentError(
-            f"{op}: 'workspace' has shape {tuple(workspace.shape)} and strides "
-            f"{tuple(workspace.stride())}, expected one contiguous axis"
-        )
-    if workspace.device != device:
-        raise ArgumentError(f"{op}: 'workspace' is on {workspace.device}, expected {device}")
-    if workspace.numel() and workspace.data_ptr() % WORKSPACE_ALIGNMENT:
-        raise ArgumentError(
-            f"{op}: 'workspace' is at address {workspace.data_ptr():#x}, "
-            f"expected a multiple of {WORKSPACE_ALIGNMENT}"
-        )
-    check_no_overlap(spec, inputs, (workspace,), ("workspace",))
-    for output, filled in zip(spec.outputs, outputs, strict=True):
-        if overlaps(workspace, filled):
-            raise ArgumentError(
-                f"{op}: 'workspace' overlaps {output.name!r}, expected memory of its own"
-            )
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte that the tensor's elements touch."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def overlaps(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share memory.
-
-    Exact for tensors whose byte ranges are apart and for rows of one buffer side by side (slices of
-    a fused projection); other interleavings count as overlap.
-    """
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    a_start, a_end = _byte_range(a)
-    b_start, b_end = _byte_range(b)
-    if a_end <= b_start or b_end <= a_start:
-        return False
-    for pitch in {stride * a.element_size() for stride in a.stride() if stride}:
-        a_window, b_window = _window(a, pitch), _window(b, pitch)
-        if a_window is None or b_window is None:
-            continue
-        shift = (b_start - a_start) % pitch
-        if a_window <= shift and shift + b_window <= pitch:
-            return False
-    return True
-
-
-def _window(tensor: torch.Tensor, pitch: int) -> int | None:
-    """Bytes `w` such that every address is in `[start, start + w)` modulo `pitch`, if any."""
-    window = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        step = stride * tensor.element_size()
-        if size > 1 and step < pitch:
-            window += (size - 1) * step
-        elif size > 1 and step % pitch:
-            return None
-    return window
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    reach = 0
-    order = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, size in order:
-        if size <= 1:
-            continue
-        if stride <= reach:
-            return tensor.numel() > 0
-        reach += (size - 1) * stride
-    return False
 
 
 def input_device(inputs: Any, spec: OpSpec) -> torch.device:

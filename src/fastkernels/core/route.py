@@ -23,6 +23,14 @@ class Decline(NamedTuple):
     reason: str
 
 
+def require_positive(config: Any) -> None:
+    """For `__post_init__` of a config whose integers count something. Raises ValueError."""
+    for knob in dataclasses.fields(config):
+        value = getattr(config, knob.name)
+        if type(value) is int and value < 1:
+            raise ValueError(f"knob {knob.name!r} is {value}, expected at least 1")
+
+
 def _no_objection(key: ProblemKey, device: DeviceInfo, config: Any) -> Decline | None:
     return None
 

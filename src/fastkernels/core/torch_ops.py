@@ -8,14 +8,16 @@ selection happens inside the opaque operator, at run time, on concrete sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from fastkernels.core.outputs import WORKSPACE_ALIGNMENT
 from fastkernels.core.problem import torch_dtype
 from fastkernels.core.route import Operator
 from fastkernels.core.spec import ArgumentSpec, OpSpec, ScalarSpec, TensorSpec
+from fastkernels.errors import ArgumentError
 
 NAMESPACE = "fastkernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -117,6 +119,10 @@ def call(
         outputs = _empty_outputs(plan, values)
     else:
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+        if len(outputs) != len(plan.outputs):
+            raise ArgumentError(
+                f"{spec.name}: 'out' is {len(outputs)} entries, expected {len(plan.outputs)}"
+            )
     getattr(torch.ops.fastkernels, spec.name + "_out")(*given, *outputs, workspace)
     return outputs
 
@@ -140,15 +146,19 @@ def _filling(
     operator: Operator, plan: _Plan, names: tuple[str, ...], num_outputs: int
 ) -> Callable[..., None]:
     def implementation(*values: Any) -> None:
-        given, outputs = values[: len(names)], values[len(names) : -1]
-        out = outputs[0] if num_outputs == 1 else outputs
+        *given, workspace = values
+        given, outputs = given[: len(names)], given[len(names) :]
+        # AOTAutograd hands over a copy of what is mutated, and torch aligns CPU memory to 64 bytes.
+        if workspace is not None and workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+            workspace = None
+        out = outputs[0] if num_outputs == 1 else tuple(outputs)
         named = _named(operator.spec, names, given)
-        operator.function(**named, out=out, workspace=values[-1])
+        operator.function(**named, out=out, workspace=workspace)
 
     return implementation
 
 
-def _named(spec: OpSpec, names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
+def _named(spec: OpSpec, names: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
     named = dict(zip(names, values, strict=True))
     for name, texts in _PLANS[spec.name].choices:
         if name in named:

@@ -9,6 +9,7 @@ import torch
 
 from fastkernels import catalog
 from fastkernels.core import dispatch
+from fastkernels.core.problem import dtype_name
 from fastkernels.core.route import Operator, Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.ops._shared.compare import Error
@@ -68,6 +69,8 @@ def judge(
     The official tolerances are checked on inputs drawn as the contest draws them (a case with a
     `source`); elsewhere they do not apply.
     """
+    for output, tensor in zip(operator.spec.outputs, outputs, strict=True):
+        assert dtype_name(tensor.dtype) in output.dtypes, f"{output.name} is {tensor.dtype}"
     expected = catalog.module(operator.name, "reference").reference(inputs)
     return Report(
         operator.name,

@@ -3,6 +3,7 @@ hide among good ones. Limits come from the spec's tolerances."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,8 @@ def relative_rows(
     `slack` (one value a row) is added to the limit, relative to the same norm. Non-finite values
     must match.
     """
+    if got.shape != want.shape:
+        return wrong_shape(tolerance, got, tuple(want.shape))
     got64, want64 = got.detach().cpu().double(), want.double()
     lead = want.shape[: want.dim() - row_dims]
     if want.numel() == 0:
@@ -79,12 +82,27 @@ def relative_rows(
     )
 
 
+def wrong_shape(tolerance: Tolerance, got: torch.Tensor, want: tuple[int, ...]) -> Error:
+    """Nothing can be compared; the shapes stand where values would."""
+    return Error(
+        tolerance.output,
+        "shape",
+        math.inf,
+        tolerance.limit,
+        got=str(tuple(got.shape)),
+        want=str(want),
+    )
+
+
 def unchanged(output: str, got: torch.Tensor, want: torch.Tensor, rows: torch.Tensor) -> Error:
-    """The number of elements that differ from `want` in the first axis' `rows` (bool): none may."""
+    """How many float32 elements differ in a bit from `want` in the first axis' `rows` (bool); none
+    may. A shape that differs is for the other comparators to report."""
+    if got.shape != want.shape:
+        return Error(output, "changed elements", math.inf, 0.0)
     rows = rows.nonzero()[:, 0]
-    got_rows = got.detach().cpu().index_select(0, rows).to(want.dtype)
-    want_rows = want.index_select(0, rows)
-    differ = (got_rows != want_rows) & ~(got_rows.isnan() & want_rows.isnan())
+    got_rows = got.detach().cpu().float().index_select(0, rows)
+    want_rows = want.index_select(0, rows).float()
+    differ = got_rows.view(torch.int32) != want_rows.view(torch.int32)
     if not differ.any():
         return Error(output, "changed elements", 0.0, 0.0)
     row, *column = _unravel(int(differ.reshape(-1).to(torch.int8).argmax()), tuple(differ.shape))
@@ -104,6 +122,8 @@ def absolute(
     tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor
 ) -> Error:
     """Worst `abs(got - want) / allowed` over elements, against 1; non-finite values must match."""
+    if got.shape != want.shape:
+        return wrong_shape(tolerance, got, tuple(want.shape))
     if want.numel() == 0:
         return Error(tolerance.output, tolerance.metric, 0.0, 1.0)
     got64, want64 = got.detach().cpu().double(), want.double()
@@ -127,6 +147,8 @@ def official(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> Err
 
     An element counts as wrong, too, where only one side is finite or both are unequal infinities.
     """
+    if got.shape != want.shape:
+        return wrong_shape(tolerance, got, tuple(want.shape))
     if want.numel() == 0:
         return Error(tolerance.output, "official", 0.0, 1.0 - tolerance.official_share)
     got64, want64 = got.detach().cpu().double(), want.double()

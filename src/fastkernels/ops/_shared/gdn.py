@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkernels.core.problem import check_no_overlap, overlaps_itself
+from fastkernels.core.outputs import check_no_overlap, overlaps_itself
 from fastkernels.core.spec import OpSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
@@ -37,7 +37,7 @@ def gates(
     """`(log_g, beta)` in float64, shaped like `a`. `inf * 0` counts as 0, so g is 1 there."""
     rate = A_log.double().exp()
     step = torch.nn.functional.softplus(a.double() + dt_bias.double())
-    log_g = torch.where(step == 0, 0.0, -rate * step)
+    log_g = torch.where((rate == 0) | (step == 0), 0.0, -rate * step)
     return log_g, torch.sigmoid(b.double())
 
 
@@ -84,14 +84,13 @@ def check_updated_state(spec: OpSpec, inputs: Any) -> None:
 def check_slots(op: str, inputs: Any) -> None:
     """Value checks of the pool form (FASTKERNELS_CHECK=values); synchronises."""
     slots = inputs.state.shape[0]
+    legal = f"-1 or 0..{slots - 1}" if slots else "-1 (the pool has no slots)"
     write = inputs.read_indices if inputs.write_indices is None else inputs.write_indices
     for name, indices in (("read_indices", inputs.read_indices), ("write_indices", write)):
         wrong = ((indices < -1) | (indices >= slots)).nonzero()
         if wrong.numel():
             row = int(wrong[0])
-            raise ArgumentError(
-                f"{op}: {name!r}[{row}] is {int(indices[row])}, expected -1 or 0..{slots - 1}"
-            )
+            raise ArgumentError(f"{op}: {name!r}[{row}] is {int(indices[row])}, expected {legal}")
     writer: dict[int, int] = {}
     for row, (source, target) in enumerate(
         zip(inputs.read_indices.tolist(), write.tolist(), strict=True)

@@ -7,14 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from fastkernels import envs
-from fastkernels.core.problem import (
-    Problem,
-    check_inputs,
-    check_workspace,
-    input_device,
-    prepare_outputs,
-    problem_key,
-)
+from fastkernels.core.outputs import check_workspace, prepare_outputs
+from fastkernels.core.problem import Problem, check_inputs, input_device, problem_key
 from fastkernels.errors import ArgumentError
 from fastkernels.ops.dsa_sparse_attention.spec import SPEC
 

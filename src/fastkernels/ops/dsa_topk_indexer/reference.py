@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.ops._shared.compare import Error, official
+from fastkernels.ops._shared.compare import Error, official, wrong_shape
 from fastkernels.ops.dsa_topk_indexer.problem import Inputs
 from fastkernels.ops.dsa_topk_indexer.spec import (
     KEY_BYTES,
@@ -73,6 +73,8 @@ class Expected:
 
     def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
         """Ours, each the worst over rows: wrong padding, wrong members, band, wrong ties."""
+        if outputs[0].shape != (len(self.rows), self.topk):
+            return [wrong_shape(SPEC.tolerances[0], outputs[0], (len(self.rows), self.topk))]
         got = outputs[0].detach().cpu().long()
         judged = [_judge_row(i, row, got[i], self.topk) for i, row in enumerate(self.rows)]
         kinds = zip(*judged, strict=True) if judged else ((error,) for error in _nothing_wrong())

@@ -22,7 +22,7 @@ SPEC = OpSpec(
         Axis("num_index_heads", "heads of the indexer", value=64, is_open=True, at_least=1),
         Axis("index_head_dim", "width of a query and a key", value=128),
         Axis("page_size", "positions per page", value=64),
-        Axis("topk", "indices per row", value=2048, is_open=True, at_least=1),
+        Axis("topk", "indices per row", value=2048, is_open=True, at_least=1, at_most=2**31 - 1),
         Axis("max_num_pages", "columns of the block table"),
         Axis("num_pages", "pages of the cache", at_most=2**31 // 64),
         Axis("kv_cache_num_heads", "key heads", value=1),

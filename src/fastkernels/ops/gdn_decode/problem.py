@@ -7,14 +7,8 @@ from typing import NamedTuple
 import torch
 
 from fastkernels import envs
-from fastkernels.core.problem import (
-    Problem,
-    check_inputs,
-    check_workspace,
-    input_device,
-    prepare_outputs,
-    problem_key,
-)
+from fastkernels.core.outputs import check_workspace, prepare_outputs
+from fastkernels.core.problem import Problem, check_inputs, input_device, problem_key
 from fastkernels.ops._shared.gdn import POOL_STATE, check_slots, check_updated_state, state_form
 from fastkernels.ops.gdn_decode.spec import SPEC
 
@@ -54,6 +48,6 @@ def bind(
     else:
         outputs = prepare_outputs(SPEC, inputs, axes, device, out)
     check_workspace(SPEC, inputs, workspace, outputs, device)
-    if form.mode == "pool" and envs.check_values():
+    if envs.check_values() and form.mode == "pool":
         check_slots(SPEC.name, inputs)
     return Problem(problem_key(SPEC, axes, device, form.mode), inputs, outputs, workspace)

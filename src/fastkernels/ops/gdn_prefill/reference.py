@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastkernels.ops._shared.compare import Error, official, relative_rows, unchanged
+from fastkernels.ops._shared.compare import Error, official, relative_rows, unchanged, wrong_shape
 from fastkernels.ops._shared.gdn import gates, resolve_scale
 from fastkernels.ops.gdn_prefill.problem import Inputs
 from fastkernels.ops.gdn_prefill.spec import SPEC
@@ -63,6 +63,8 @@ class Expected:
         ]
 
     def _judge_output(self, got: torch.Tensor) -> Error:
+        if got.shape != self.output.shape:
+            return wrong_shape(SPEC.tolerances[0], got, tuple(self.output.shape))
         total, num_v_heads = self.output.shape[:2]
         nothing = torch.zeros(num_v_heads)
         # Tokens of no sequence are rows with kappa 0: only exact zeros pass.

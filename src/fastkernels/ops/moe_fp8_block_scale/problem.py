@@ -7,14 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastkernels.core.problem import (
-    Problem,
-    check_inputs,
-    check_workspace,
-    input_device,
-    prepare_outputs,
-    problem_key,
-)
+from fastkernels import envs
+from fastkernels.core.outputs import check_workspace, prepare_outputs
+from fastkernels.core.problem import Problem, check_inputs, check_scalars, input_device, problem_key
 from fastkernels.errors import ArgumentError
 from fastkernels.ops.moe_fp8_block_scale.spec import SPEC
 
@@ -49,6 +44,7 @@ def bind(inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | Non
     that such calls share their keys. `deterministic` is a trait of the key: a route may decline it.
     """
     mode = _routing_mode(inputs)
+    check_scalars(SPEC, inputs)
     if mode == "precomputed":
         groups = SPEC.constants
         inputs = inputs._replace(num_groups=groups["num_groups"], topk_groups=groups["topk_groups"])
@@ -61,8 +57,22 @@ def bind(inputs: Inputs, out: torch.Tensor | None, workspace: torch.Tensor | Non
     device = input_device(inputs, SPEC)
     outputs = prepare_outputs(SPEC, inputs, axes, device, out)
     check_workspace(SPEC, inputs, workspace, outputs, device)
+    if envs.check_values() and inputs.topk_ids is not None:
+        _check_ids(inputs.topk_ids)
     traits = ("deterministic",) if inputs.deterministic else ()
     return Problem(problem_key(SPEC, axes, device, mode, traits), inputs, outputs, workspace)
+
+
+def _check_ids(topk_ids: torch.Tensor) -> None:
+    """Value check (FASTKERNELS_CHECK=values): only -1 is padding; any expert may live on another
+    rank. Synchronises."""
+    wrong = (topk_ids < -1).nonzero()
+    if wrong.numel():
+        token, column = wrong[0].tolist()
+        raise ArgumentError(
+            f"{SPEC.name}: 'topk_ids'[{token}, {column}] is {int(topk_ids[token, column])}, "
+            "expected an expert, or -1 for padding"
+        )
 
 
 def _routing_mode(inputs: Inputs) -> str:

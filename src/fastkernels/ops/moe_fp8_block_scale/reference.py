@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Tolerance
-from fastkernels.ops._shared.compare import Error, official, relative_rows
+from fastkernels.ops._shared.compare import Error, official, relative_rows, wrong_shape
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs
 from fastkernels.ops.moe_fp8_block_scale.spec import BLOCK, REQUANTISED, REQUANTISED_COSINE, SPEC
 
@@ -223,6 +223,9 @@ class Expected:
         an error of 12 to 22 %. `requantised`: the limits, a cosine among them, of a route that
         rounds the intermediate activations to FP8.
         """
+        shape = (self.num_tokens, self.outputs.shape[1])
+        if outputs[0].shape != shape:
+            return [wrong_shape(SPEC.tolerances[0], outputs[0], shape)]
         nearest = self._nearest(outputs[0])
         want, kappa, rms = self.outputs[nearest], self.kappa[nearest], self.rms[nearest]
         limit = REQUANTISED if requantised else SPEC.tolerances[0]

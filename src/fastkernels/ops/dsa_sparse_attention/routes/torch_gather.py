@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastkernels.core.route import ANY_DEVICE, Route
+from fastkernels.core.route import ANY_DEVICE, Route, require_positive
 from fastkernels.ops.dsa_sparse_attention.problem import Inputs
 
 
@@ -20,6 +20,9 @@ class Config:
     """token_tile: tokens whose rows are gathered at once."""
 
     token_tile: int = 8
+
+    def __post_init__(self) -> None:
+        require_positive(self)
 
 
 def launch(
@@ -55,8 +58,11 @@ def _attend(inputs: Inputs, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, 
     ckv = inputs.ckv_cache[page, offset].masked_fill_(is_padding[..., None], 0.0).float()
     kpe = inputs.kpe_cache[page, offset].float()
 
-    logits = torch.bmm(inputs.q_nope[tokens].float(), ckv.transpose(1, 2))  # [t, H, K]
-    logits.baddbmm_(inputs.q_pe[tokens].float(), kpe.transpose(1, 2)).mul_(inputs.sm_scale)
+    # The scale comes first: q.k may overflow where the logit does not.
+    q_nope = inputs.q_nope[tokens].float() * inputs.sm_scale
+    q_pe = inputs.q_pe[tokens].float() * inputs.sm_scale
+    logits = torch.bmm(q_nope, ckv.transpose(1, 2))  # [t, H, K]
+    logits.baddbmm_(q_pe, kpe.transpose(1, 2))
     logits.masked_fill_(is_padding[:, None], -math.inf)
     maximum = logits.amax(-1)
     is_empty = is_padding.all(-1)[:, None]  # [t, 1]

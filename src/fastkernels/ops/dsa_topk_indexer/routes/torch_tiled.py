@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastkernels.core.route import ANY_DEVICE, Route
+from fastkernels.core.route import ANY_DEVICE, Route, require_positive
 from fastkernels.ops.dsa_topk_indexer.problem import Inputs
 from fastkernels.ops.dsa_topk_indexer.spec import KEY_BYTES, PAGE_BYTES, PAGE_KEY_BYTES, PAGE_SIZE
 
@@ -27,6 +27,9 @@ class Config:
 
     row_tile: int = 8
     page_tile: int = 64
+
+    def __post_init__(self) -> None:
+        require_positive(self)
 
 
 def launch(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastkernels.core.route import ANY_DEVICE, Route
+from fastkernels.core.route import ANY_DEVICE, Route, require_positive
 from fastkernels.ops._shared.gdn import gates, load_rows, resolve_scale, store_rows
 from fastkernels.ops.gdn_prefill.problem import Inputs
 
@@ -45,6 +45,9 @@ class Config:
     # sequences: 228 ms, 128: 91 ms).
     chunk_size: int = 128
     seqs_per_batch: int = 32
+
+    def __post_init__(self) -> None:
+        require_positive(self)
 
 
 class _Tokens(NamedTuple):
@@ -162,7 +165,11 @@ def advance(S: torch.Tensor, chunk: _Tokens, scale: float) -> tuple[torch.Tensor
         upper=False,
         unitriangular=True,
     )
-    out = scale * (decay_start * (q @ S_t) + (decay * (q @ k_t)) @ u)
+    # A token that is not finite must not reach earlier ones through 0 * NaN: it is taken out of the
+    # product and put back from its own row on.
+    pairs = torch.where(causal, decay * (q @ k_t), 0.0)
+    out = scale * (decay_start * (q @ S_t) + pairs @ u.nan_to_num(0.0, 0.0, 0.0))
+    out += (u * 0.0).cumsum(-2)
     decay_end = decay[..., -1, :, None]
     after = decay_start[..., -1:, :] * S + (decay_end * u).transpose(-1, -2) @ k
     return out, after

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastkernels.core.route import ANY_DEVICE, Route
+from fastkernels.core.route import ANY_DEVICE, Route, require_positive
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs
 from fastkernels.ops.moe_fp8_block_scale.routing import route_tokens
 from fastkernels.ops.moe_fp8_block_scale.spec import BLOCK
@@ -24,6 +24,9 @@ class Config:
     """token_tile: tokens that go through an expert together; bounds the scratch."""
 
     token_tile: int = 1024
+
+    def __post_init__(self) -> None:
+        require_positive(self)
 
 
 def launch(
