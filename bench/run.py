@@ -11,6 +11,7 @@ need CUPTI and are refused here until that protocol stands.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -49,6 +50,7 @@ def resident_mb(field: str) -> float:
 def peak_extra_mb(operator: Operator, inputs: Any) -> float:
     """Resident memory that one call needs beyond its inputs and outputs."""
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed is not this call's to reuse
     before = resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, proc(5)
     outputs = as_tuple(operator.function(**inputs._asdict()))
