@@ -50,6 +50,7 @@ def explain(
     *,
     device: str | torch.device | DeviceInfo | None = None,
     mode: str | None = None,
+    traits: tuple[str, ...] = (),
     **axes: int,
 ) -> dispatch.Explanation:
     """Which route serves a problem, from which table and regime, and why no other route does.
@@ -61,7 +62,7 @@ def explain(
     Raises ArgumentError, UnsupportedProblem.
     """
     found = operator(op)
-    return dispatch.explain(found, dispatch.key_for(found, device, mode, axes))
+    return dispatch.explain(found, dispatch.key_for(found, device, mode, axes, traits))
 
 
 def warmup(
@@ -69,6 +70,7 @@ def warmup(
     *,
     device: str | torch.device | None = None,
     mode: str | None = None,
+    traits: tuple[str, ...] = (),
     **axes: int,
 ) -> None:
     """Load or compile the kernels of a problem, so that a CUDA graph capture may follow.
@@ -78,7 +80,7 @@ def warmup(
     """
     found = operator(op)
     for each in found.spec.modes if mode is None else (mode,):
-        dispatch.warmup(found, dispatch.key_for(found, device, each, axes))
+        dispatch.warmup(found, dispatch.key_for(found, device, each, axes, traits))
 
 
 def workspace_size(

@@ -8,13 +8,15 @@ import sys
 import click
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import fastkernels
 from fastkernels import catalog, demo, doctor
+from fastkernels.core import dispatch
 from fastkernels.core.device import named_device
-from fastkernels.errors import FastkernelsError
+from fastkernels.errors import ArgumentError, FastkernelsError
 from fastkernels.testing.record import Measurement, environment
 
 _WRONG = 1
@@ -42,6 +44,8 @@ def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> N
         operators = tuple(catalog.operator(name) for name in names) or catalog.OPERATORS
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         named_device(target)
+        if target.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"device {device!r}, expected cpu or cuda[:N]")
     except (FastkernelsError, RuntimeError) as error:
         raise click.UsageError(str(error)) from None
     work = demo.plan(operators, target)
@@ -102,7 +106,7 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in rows):
-        console.print(f"why this route: {reason}", highlight=False)
+        console.print(f"why this route: {escape(reason)}", highlight=False)
     console.print(f"{sum(row.ok for row in rows)} of {len(rows)} workloads right", highlight=False)
 
 
@@ -130,11 +134,13 @@ def explain_command(
     sizes: dict[str, int] = {}
     for text in axes:
         name, _, size = text.partition("=")
-        if not name.isidentifier() or not size.isdecimal():
+        if not name.isidentifier() or not size.isdecimal() or len(size) > 18:
             raise click.UsageError(f"--axis {text!r}, expected NAME=SIZE such as batch_size=8")
         sizes[name] = int(size)
     try:
-        explanation = fastkernels.explain(op, device=device, mode=mode, **sizes)
+        operator = catalog.operator(op)
+        key = dispatch.key_for(operator, device, mode, sizes)
+        explanation = dispatch.explain(operator, key)
     except FastkernelsError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(explanation.to_dict(), indent=1) if as_json else str(explanation))
@@ -156,7 +162,8 @@ def doctor_command(as_json: bool) -> None:
             table.add_column(name, overflow="fold")
         colours = {"ok": "green", "missing": "yellow", "wrong": "bold red"}
         for f in findings:
-            table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.found, f.cost)
+            state = f"[{colours[f.state]}]{f.state}[/]"
+            table.add_row(escape(f.name), state, escape(f.found), escape(f.cost))
         Console().print(table)
     sys.exit(_WRONG if any(finding.state == "wrong" for finding in findings) else 0)
 

@@ -17,7 +17,7 @@ from fastkernels import catalog, envs
 from fastkernels.core import archs, dispatch
 from fastkernels.core.device import named_device
 from fastkernels.core.table import file_name, read
-from fastkernels.errors import TableError
+from fastkernels.errors import ArgumentError, TableError
 
 # Code made by CUDA 13 loads on drivers of this version and newer (CUDA Toolkit release notes).
 MINIMUM_DRIVER_CUDA = (13, 0)
@@ -134,7 +134,7 @@ def _broken_tables(name: str) -> list[Finding]:
     operator = catalog.operator(name)
     findings = []
     for folder in dispatch.table_folders():
-        for path in sorted((folder / name).glob("*-*.toml")):
+        for path in sorted((folder / name).glob("*.toml")):
             try:
                 problems = dispatch.lint_table(operator, read(path, operator.spec))
             except TableError as error:
@@ -145,14 +145,24 @@ def _broken_tables(name: str) -> list[Finding]:
     return findings
 
 
+def _complaint() -> str:
+    """What reading the variables says about a value that is not legal."""
+    for read_variable in (envs.check_values, envs.strict, envs.logger):
+        try:
+            read_variable()
+        except ArgumentError as error:
+            return str(error)
+    return ""
+
+
 def _variables() -> list[Finding]:
     known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG, envs.NO_CUDA)
     findings = []
     for name, value in sorted(os.environ.items()):
         if name.startswith("FASTKERNELS_"):
-            state = "ok" if name in known else "wrong"
             cost = "" if name in known else f"unknown; known are {', '.join(known)}"
-            findings.append(Finding(name, state, value, cost))
+            cost = cost or _complaint()
+            findings.append(Finding(name, "wrong" if cost else "ok", value, cost))
     return findings
 
 

@@ -9,6 +9,8 @@ import logging
 import os
 from pathlib import Path
 
+from fastkernels.errors import ArgumentError
+
 TABLES = "FASTKERNELS_TABLES"
 """Folder with dispatch tables that come before the user's and the shipped ones."""
 
@@ -26,8 +28,9 @@ NO_CUDA = "FASTKERNELS_NO_CUDA"
 
 
 def tables_folder() -> Path | None:
+    """The folder that FASTKERNELS_TABLES names; a leading ~ of a known user is expanded."""
     value = os.environ.get(TABLES)
-    return Path(value).expanduser() if value else None
+    return Path(os.path.expanduser(value)) if value else None
 
 
 def user_tables_folder() -> Path | None:
@@ -47,11 +50,14 @@ def check_values() -> bool:
         return False
     if value == "values":
         return True
-    raise ValueError(f"{CHECK} is {value!r}, expected 'values' or 'metadata'")
+    raise ArgumentError(f"{CHECK} is {value!r}, expected 'values' or 'metadata'")
 
 
 def strict() -> bool:
-    return os.environ.get(STRICT, "0") not in ("", "0")
+    value = os.environ.get(STRICT)
+    if value not in (None, "", "0", "1"):
+        raise ArgumentError(f"{STRICT} is {value!r}, expected '0' or '1'")
+    return value == "1"
 
 
 _seen: set[object] = set()
@@ -65,7 +71,9 @@ def logger() -> logging.Logger:
         level = os.environ.get(LOG)
         if level:
             if not isinstance(logging.getLevelName(level.upper()), int):
-                raise ValueError(f"{LOG} is {level!r}, expected a level such as DEBUG or WARNING")
+                raise ArgumentError(
+                    f"{LOG} is {level!r}, expected a level such as DEBUG or WARNING"
+                )
             log.setLevel(level.upper())
             if not log.hasHandlers():
                 handler = logging.StreamHandler()

@@ -20,7 +20,7 @@ class NotWarmedUp(FastkernelsError):
 
 
 class FallbackError(FastkernelsError):
-    """FASTKERNELS_STRICT is set and a call would not be served by a measured table regime."""
+    """FASTKERNELS_STRICT is set and no regime of the device's own table serves a call."""
 
 
 class LaunchError(FastkernelsError, RuntimeError):

@@ -122,3 +122,29 @@ def test_doctor_reports_broken_tables_and_unknown_variables(
     wrong = [f for f in json.loads(result.stdout) if f["state"] == "wrong"]
     assert {f["name"] for f in wrong} == {"table gdn_decode", "FASTKERNELS_TABELS"}
     assert any("schema is 7" in f["cost"] for f in wrong)
+
+
+def test_doctor_prints_what_it_found_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets are no markup; values that calls would refuse are wrong here, too."""
+    monkeypatch.setenv("FASTKERNELS_X", "[/bold]")
+    assert "[/bold]" in invoke("doctor").stdout
+    monkeypatch.delenv("FASTKERNELS_X")
+    for name, value in ((envs.CHECK, "bogus"), (envs.STRICT, "yes")):
+        monkeypatch.setenv(name, value)
+        findings = {f["name"]: f for f in json.loads(invoke("doctor", "--json").stdout)}
+        assert findings[name]["state"] == "wrong"
+        assert value in findings[name]["cost"]
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "gdn_decode", "--axis", "mode=3"),
+        ("explain", "gdn_decode", "--axis", "device=3"),
+        ("explain", "gdn_decode", "--axis", "batch_size=" + "9" * 5000),
+        ("demo", "--device", "meta"),
+    ],
+)
+def test_odd_arguments_are_usage_errors(arguments: tuple[str, ...]) -> None:
+    assert invoke(*arguments).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fastkernels import envs
 from fastkernels.core import dispatch
 from fastkernels.core.device import DeviceInfo, device_info, named_device, override_device
 from fastkernels.core.problem import ProblemKey, key_from_axes
-from fastkernels.core.route import Operator
+from fastkernels.core.route import Decline, Operator
 from fastkernels.errors import (
     ArgumentError,
     FallbackError,
@@ -239,9 +240,7 @@ def test_a_failing_launch_is_not_retried() -> None:
 
 
 def test_unsupported_lists_every_route() -> None:
-    from dataclasses import replace
-
-    picky = replace(toy.SAFE, supports=toy.no_rows_ending_in_1)
+    picky = dataclasses.replace(toy.SAFE, supports=toy.no_rows_ending_in_1)
     operator = Operator(SPEC, (toy.TILED, toy.SMALL, picky), toy.toy)
     with pytest.raises(UnsupportedProblem) as caught:
         dispatch.choose(operator, key(21, named_device("b200")))
@@ -255,15 +254,12 @@ def test_unsupported_lists_every_route() -> None:
 
 
 def test_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     loaded: list[ProblemKey] = []
-    loading = replace(toy.TILED, prepare=lambda k, config: loaded.append(k))
+    loading = dataclasses.replace(toy.TILED, prepare=lambda k, config: loaded.append(k))
     operator = Operator(SPEC, (loading, toy.SAFE), toy.toy)
     monkeypatch.setattr(dispatch, "_prepared", set())
     with dispatch.force_route(operator, "tiled"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(dispatch, "_is_capturing", lambda index: True)
         with pytest.raises(NotWarmedUp) as caught:
             dispatch.select(operator, key(8))
         message = (
@@ -271,17 +267,17 @@ def test_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert message in str(caught.value)
         assert not loaded
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(dispatch, "_is_capturing", lambda index: False)
         dispatch.warmup(operator, key(8))
         assert len(loaded) == 1
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(dispatch, "_is_capturing", lambda index: True)
         dispatch.select(operator, key(8))  # loaded already
         dispatch.select(operator, key(10))  # the same config serves other sizes
         assert len(loaded) == 1
 
 
 def test_workspace_size_is_the_maximum_and_never_decreases(tables: Path) -> None:
-    sizes = [dispatch.workspace_size(OPERATOR, key(rows)) for rows in range(40)]
+    sizes = [dispatch.workspace_size(OPERATOR, key(rows)) for rows in range(1100)]
     assert sizes[8] == 8000  # small: 1000 bytes a row, up to 8 rows
     assert sizes == sorted(sizes)
     assert (
@@ -298,9 +294,7 @@ def test_workspaces_are_checked_and_used(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(workspace)
         toy.scale(inputs, outputs, workspace, config)
 
-    from dataclasses import replace
-
-    operator = Operator(SPEC, (replace(toy.TILED, launch=record), toy.SAFE), toy.toy)
+    operator = Operator(SPEC, (dataclasses.replace(toy.TILED, launch=record), toy.SAFE), toy.toy)
     monkeypatch.setattr(toy, "OPERATOR", operator)
     buffer = torch.empty(4096, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % 256 :]
@@ -373,3 +367,306 @@ def test_log_level_is_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.CHECK, "everything")
     with pytest.raises(ValueError, match="expected 'values'"):
         envs.check_values()
+
+
+def with_launch(launch: Any) -> Operator:
+    return Operator(SPEC, (dataclasses.replace(toy.SAFE, launch=launch),), toy.toy)
+
+
+@pytest.mark.parametrize("error", [ArgumentError("toy: no"), torch.OutOfMemoryError("full")])
+def test_errors_that_callers_handle_are_not_wrapped(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(toy, "OPERATOR", with_launch(fail))
+    with pytest.raises(type(error)) as caught:
+        toy.toy(torch.randn(2, 8, 4))
+    assert caught.value is error
+
+
+def test_contexts_nest_and_end() -> None:
+    other = Operator(dataclasses.replace(SPEC, name="other"), OPERATOR.routes, toy.toy)
+    with dispatch.force_route(OPERATOR, "tiled", {"tile": 16}), override_device("h200"):
+        with dispatch.force_route(other, "small"):
+            assert dispatch.select(OPERATOR, key(8)).route is toy.TILED
+            with dispatch.force_route(OPERATOR, "safe"):
+                assert dispatch.select(OPERATOR, key(8)).route is toy.SAFE
+            assert dispatch.select(OPERATOR, key(8)).config.tile == 16
+            with override_device("cpu"):
+                assert device_info(torch.device("cpu")).arch == "cpu"
+            assert device_info(torch.device("cpu")).arch == "sm90"
+        with pytest.raises(RuntimeError), dispatch.force_route(OPERATOR, "safe"):
+            raise RuntimeError
+        assert dispatch.select(OPERATOR, key(8)).route is toy.TILED
+    assert device_info(torch.device("cpu")).arch == "cpu"
+    x = torch.randn(2, 8, 4)
+    with dispatch.attest() as outer:
+        toy.toy(x)
+        with dispatch.attest() as inner:
+            toy.toy(x)
+        toy.toy(x)
+    toy.toy(x)
+    assert (len(outer), len(inner)) == (3, 1)
+
+
+def test_what_is_loaded_depends_on_route_config_and_device(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One load per (route, config, device), for forced routes and for those of a table."""
+    loaded: list[tuple[str, Any]] = []
+
+    def prepare(k: ProblemKey, config: Any) -> None:
+        loaded.append((k.device.product, config))
+
+    routes = tuple(dataclasses.replace(route, prepare=prepare) for route in (toy.TILED, toy.SMALL))
+    operator = Operator(SPEC, (*routes, toy.SAFE), toy.toy)
+    monkeypatch.setattr(dispatch, "_prepared", set())
+    sibling = DeviceInfo("sm90", "NVIDIA GH200", 132)
+    second_gpu = key(10)._replace(device_index=1)
+    for problem in (key(10), key(20), key(8), key(10, sibling), key(30, sibling), second_gpu):
+        dispatch.warmup(operator, problem)
+    assert len(loaded) == 4
+    for knobs in ({"tile": 16}, {"tile": 64}, {"tile": 16}):
+        with dispatch.force_route(operator, "tiled", knobs):
+            dispatch.warmup(operator, key(10))
+    assert len(loaded) == 6
+
+
+def test_a_table_is_read_again_for_another_spec(tables: Path) -> None:
+    """Two versions of an operator in one process do not share a table."""
+    assert dispatch.choose(OPERATOR, key(8)).route is toy.SMALL
+    changed = Operator(dataclasses.replace(SPEC, revision=2), OPERATOR.routes, toy.toy)
+    selection = dispatch.choose(changed, key(8))
+    assert selection.route is toy.SAFE
+    assert any("another version" in note for note in selection.notes)
+
+
+def test_workspace_size_covers_every_mode() -> None:
+    only_fancy = dataclasses.replace(
+        toy.TILED,
+        supports=lambda k, device, config: None if k.mode == "fancy" else Decline("needs fancy"),
+    )
+    operator = Operator(SPEC, (only_fancy, toy.SAFE), toy.toy)
+    assert dispatch.workspace_size(operator, key(10)) == 160
+
+
+def test_warmup_without_a_mode_warms_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastkernels
+
+    seen: list[str] = []
+    monkeypatch.setattr(dispatch, "warmup", lambda operator, k: seen.append(k.mode))
+    fastkernels.warmup("gdn_decode", device="h200", batch_size=3)
+    assert seen == ["functional", "inplace", "pool"]
+    fastkernels.warmup("gdn_decode", device="h200", mode="pool", batch_size=3)
+    assert seen[3:] == ["pool"]
+
+
+def test_devices_are_asked_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:1 is not cuda:0, and plain cuda is the current one; each is asked once."""
+    from types import SimpleNamespace
+
+    from fastkernels.core import device
+
+    asked: list[int] = []
+
+    def properties(index: int) -> SimpleNamespace:
+        asked.append(index)
+        return SimpleNamespace(major=9, minor=0, name=f"GPU {index}", multi_processor_count=132)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    device._query_cuda.cache_clear()
+    try:
+        names = [
+            device_info(torch.device(d)).product for d in ("cuda:0", "cuda:1", "cuda", "cuda:0")
+        ]
+    finally:
+        device._query_cuda.cache_clear()
+    assert names == ["GPU 0", "GPU 1", "GPU 1", "GPU 0"]
+    assert asked == [0, 1]
+
+
+MALFORMED = [
+    "regime = 5",
+    "regime = [1]",
+    "regime = [[]]",
+    'regime = "abc"',
+    "fallback = [3]",
+    "fallback = 5",
+    "limits = 5",
+    'limits = ""',
+    "schema = true",
+    f"schema = {'9' * 5000}",
+    "schema = " + "[" * 5000,
+    "\x00",
+    "provenance = 1",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:12])
+def test_malformed_tables_never_reach_the_caller(tables: Path, text: str) -> None:
+    """Whatever a file holds, a call is served by the safe route with a note."""
+    path = tables / "toy" / "sm90-h200.toml"
+    name = text.split(" ")[0]
+    rest = "\n".join(
+        line for line in TABLE.splitlines() if not line.startswith(name) and f"[{name}" not in line
+    )
+    for content in (text, text + "\n" + rest):
+        path.write_text(content)
+        dispatch.reload_tables()
+        selection = dispatch.choose(OPERATOR, key(8))
+        assert selection.route is toy.SAFE
+        assert any("table rejected" in note for note in selection.notes)
+        assert dispatch.workspace_size(OPERATOR, key(8)) >= 0
+        dispatch.explain(OPERATOR, key(8))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f'versions = {{ torch = "{torch.__version__}" }}', "versions = 5"),
+        ("evidence = {", "evidence = 5 # {"),
+        ("config = { tile = 16, fast = false }", "config = 5"),
+        ('reason = "few heads"', 'reason = "few heads"\nconfig = 3'),
+    ],
+)
+def test_malformed_entries_reject_the_table(tables: Path, old: str, new: str) -> None:
+    assert old in TABLE
+    (tables / "toy" / "sm90-h200.toml").write_text(TABLE.replace(old, new))
+    dispatch.reload_tables()
+    assert any("table rejected" in note for note in dispatch.choose(OPERATOR, key(8)).notes)
+
+
+def test_dates_anywhere_become_text(tables: Path) -> None:
+    import json
+
+    text = TABLE.replace("trials = 9", "trials = 9, seen = 2026-12-01, at = 07:32:00")
+    text = text.replace(
+        "created = 2026-12-01", "created = 2026-12-01T10:00:00Z\nmore = [2026-12-01]"
+    )
+    (tables / "toy" / "sm90-h200.toml").write_text(text)
+    document = json.loads(json.dumps(dispatch.explain(OPERATOR, key(8)).to_dict()))
+    assert document["evidence"]["at"] == "07:32:00"
+    assert document["provenance"]["more"] == ["2026-12-01"]
+
+
+@pytest.mark.parametrize("value", ["~nosuchuser/x", "x" * 5000, "a\nb"])
+def test_a_tables_folder_that_cannot_be_read_is_a_note(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(envs.TABLES, value)
+    dispatch.reload_tables()
+    selection = dispatch.choose(OPERATOR, key(8, named_device("cpu")))
+    assert selection.route is toy.SAFE
+    assert any("no folder with tables" in note for note in selection.notes)
+
+
+def test_folders_that_may_not_be_entered_are_skipped(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C112, C119: a container's user often may not read the home it was given."""
+
+    def refuse(path: Any) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    assert dispatch.choose(OPERATOR, key(8)).route is toy.SAFE
+
+
+def test_strict_may_be_set_late(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.select(OPERATOR, key(11))
+    dispatch.select(OPERATOR, key(8))
+    monkeypatch.setenv(envs.STRICT, "1")
+    dispatch.select(OPERATOR, key(8))
+    with pytest.raises(FallbackError):
+        dispatch.select(OPERATOR, key(11))
+    monkeypatch.setenv(envs.STRICT, "false")
+    with pytest.raises(ArgumentError, match="expected '0' or '1'"):
+        dispatch.select(OPERATOR, key(11))
+
+
+def test_strict_names_rejected_tables_and_refuses_borrowed_ones(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(envs.STRICT, "1")
+    with pytest.raises(FallbackError, match="another product of sm90"):
+        dispatch.select(OPERATOR, key(8, DeviceInfo("sm90", "NVIDIA GH200", 132)))
+    (tables / "toy" / "sm90-h200.toml").write_text("schema = 7")
+    dispatch.reload_tables()
+    with pytest.raises(FallbackError, match="schema is 7"):
+        dispatch.select(OPERATOR, key(8))
+
+
+def test_a_declining_route_warns_once_for_all_sizes(tables: Path, caplog: Any) -> None:
+    """C88 without a flood: serving meets thousands of sizes."""
+    with caplog.at_level(logging.WARNING, "fastkernels"):
+        for rows in (21, 31, 41, 51):
+            dispatch.select(OPERATOR, key(rows, DeviceInfo("sm90", "NVIDIA H200", 131)))
+    assert sum("not ending in 1" in record.message for record in caplog.records) == 1
+
+
+def test_lint_wants_the_safe_route_last_and_nothing_behind_a_catch_all() -> None:
+    from fastkernels.core import table
+
+    wrong = TABLE.replace('route = "safe"\nreason', 'route = "small"\nreason')
+    problems = dispatch.lint_table(OPERATOR, table.parse(wrong, SPEC))
+    assert any("is not the safe route 'safe'" in problem for problem in problems)
+    early = TABLE.replace(
+        "[[fallback]]", '[[fallback]]\nroute = "safe"\nreason = "all"\n[[fallback]]', 1
+    )
+    problems = dispatch.lint_table(OPERATOR, table.parse(early, SPEC))
+    assert any("fallback 1 is a catch-all" in problem for problem in problems)
+    explicit = TABLE.replace('mode = "plain"', 'mode = "plain"\nheads = [4, 4]', 1)
+    assert dispatch.lint_table(OPERATOR, table.parse(explicit, SPEC)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("margin = 0.07", "margin = nan"),
+        ("worst_us = 9.0", "worst_us = inf"),
+        ("spread_us = 0.1", "spread_us = -5.0"),
+        ("cases = 4", "cases = 0"),
+        ("trials = 9", "trials = 0"),
+        ("margin = 0.07", "margin = true"),
+        ("margin = 0.07", 'margin = "x"'),
+    ],
+)
+def test_lint_wants_evidence_that_is_evidence(old: str, new: str) -> None:
+    from fastkernels.core import table
+
+    problems = dispatch.lint_table(OPERATOR, table.parse(TABLE.replace(old, new, 1), SPEC))
+    assert any("expected a number" in problem for problem in problems), problems
+
+
+def test_a_route_that_cannot_be_loaded_says_which() -> None:
+    def prepare(*_: Any) -> None:
+        raise ImportError("no module named triton")
+
+    operator = Operator(SPEC, (dataclasses.replace(toy.TILED, prepare=prepare), toy.SAFE), toy.toy)
+    with (
+        dispatch.force_route(operator, "tiled"),
+        pytest.raises(LaunchError, match=r"route 'tiled' with Knobs.* could not be loaded"),
+    ):
+        dispatch.select(operator, key(8))
+
+
+def test_traits_can_be_warmed_up_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with a trait first seen in a capture is told the warm-up that names the trait."""
+    needs_trait = dataclasses.replace(
+        toy.TILED,
+        supports=lambda k, d, c: None if "special" in k.traits else Decline("needs special"),
+        prepare=lambda k, c: None,
+    )
+    operator = Operator(SPEC, (needs_trait, toy.SAFE), toy.toy)
+    axes = {"rows": 8, "cols": 8}
+    special = dispatch.key_for(operator, "h200", None, axes, ("special",))
+    monkeypatch.setattr(dispatch, "_prepared", set())
+    monkeypatch.setattr(dispatch, "_is_capturing", lambda index: True)
+    with dispatch.force_route(operator, "tiled"):
+        with pytest.raises(NotWarmedUp, match=r"mode='plain', traits=\('special',\), rows=8"):
+            dispatch.select(operator, special)
+        with pytest.raises(UnsupportedProblem, match="needs special"):
+            dispatch.select(operator, dispatch.key_for(operator, "h200", None, axes))

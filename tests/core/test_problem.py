@@ -140,3 +140,64 @@ def test_the_digest_follows_meaning_not_prose() -> None:
     meaning = replace(SPEC.axes[2], at_most=65)
     assert replace(SPEC, axes=(*SPEC.axes[:2], meaning, *SPEC.axes[3:])).digest != SPEC.digest
     assert replace(SPEC, revision=2).digest != SPEC.digest
+
+
+def test_strides_of_axes_of_one_element_do_not_matter() -> None:
+    wide = torch.randn(2, 1, 9, 4)
+    odd = wide.as_strided((2, 8, 1), (36, 4, 77))
+    assert torch.equal(toy(odd), odd)
+
+
+def test_outputs_and_workspace_must_not_meet() -> None:
+    """Two outputs in one memory, and a workspace that reaches into the second output."""
+    import dataclasses
+
+    from fastkernels.core.outputs import check_workspace, prepare_outputs
+    from fastkernels.core.spec import TensorSpec
+    from tests.core.toy import Inputs
+
+    two = dataclasses.replace(
+        SPEC, outputs=(*SPEC.outputs, TensorSpec("z", ("rows", "cols", "heads"), ("float32",)))
+    )
+    axes = {"rows": 2, "cols": 8, "heads": 4}
+    inputs, cpu = Inputs(x()), torch.device("cpu")
+    memory = torch.zeros(512)
+    memory = memory[(-memory.data_ptr() % 256) // 4 :]
+    y, z, shifted = (memory[o : o + 64].view(2, 8, 4) for o in (0, 64, 32))
+    assert prepare_outputs(two, inputs, axes, cpu, (y, z)) == (y, z)
+    with pytest.raises(ArgumentError, match="'z' overlaps 'y'"):
+        prepare_outputs(two, inputs, axes, cpu, (y, shifted))
+    scratch = memory[64:128].view(torch.uint8)
+    with pytest.raises(ArgumentError, match="'workspace' overlaps 'z'"):
+        check_workspace(two, inputs, scratch, (y, z), cpu)
+    with pytest.raises(ArgumentError, match="'workspace' is on meta, expected cpu"):
+        check_workspace(two, inputs, torch.empty(8, dtype=torch.uint8, device="meta"), (y, z), cpu)
+
+
+def test_traits_are_part_of_the_key() -> None:
+    from fastkernels.core.problem import problem_key
+
+    axes = {"rows": 2, "cols": 8, "heads": 4}
+    cpu = torch.device("cpu")
+    plain, special = (problem_key(SPEC, axes, cpu, None, traits) for traits in ((), ("special",)))
+    assert plain != special
+    assert special.traits == ("special",)
+
+
+def test_the_digest_knows_layouts_and_derived_axes() -> None:
+    from dataclasses import replace
+
+    from fastkernels.core.spec import Derived
+
+    dense = replace(SPEC.outputs[0], dense=2)
+    assert replace(SPEC, outputs=(dense,)).digest != SPEC.digest
+    moved = replace(SPEC.axes[4], derived=Derived("rows", add=2))
+    assert replace(SPEC, axes=(*SPEC.axes[:4], moved)).digest != SPEC.digest
+
+
+def test_derived_axes_invert_where_they_can() -> None:
+    from fastkernels.core.spec import Derived
+
+    assert Derived("n", add=1).base(5) == 4
+    assert Derived("n", add=1).base(0) == 0  # too short: the shape check then says so
+    assert Derived("n", mul=2).base(4) is None

@@ -162,3 +162,59 @@ def test_table_module_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FANCY = '[[fallback]]\nmode = "fancy"\nroute = "small"\nreason = "fancy ones"\n'
+
+
+def test_a_fallback_may_be_narrowed_by_mode_but_not_the_last() -> None:
+    narrowed = parse(TABLE.replace("[[fallback]]", FANCY + "[[fallback]]", 1))
+    assert dispatch.lint_table(OPERATOR, narrowed) == []
+    for mode, route in (("fancy", "small"), ("plain", "safe")):
+        hit = narrowed.lookup(axes(1000), mode)
+        assert hit is not None
+        assert hit.entry.route == route
+    head = TABLE.split("[[fallback]]")[0]
+    assert any("narrowed" in p for p in dispatch.lint_table(OPERATOR, parse(head + FANCY)))
+    assert any("no [[fallback]]" in p for p in dispatch.lint_table(OPERATOR, parse(head)))
+
+
+def test_modes_are_covered_apart() -> None:
+    """The same box under two modes is no overlap; each mode has gaps of its own."""
+    head, first, second = TABLE.partition("[[regime]]")[0], *TABLE.split("[[regime]]")[1:]
+    second, fallbacks = second.split("[[fallback]]", 1)
+    fancy = [part.replace('"plain"', '"fancy"') for part in (first, second)]
+    both = "".join(f"[[regime]]{part}" for part in (*fancy, first, second))
+    assert dispatch.lint_table(OPERATOR, parse(f"{head}{both}[[fallback]]{fallbacks}")) == []
+    half = "".join(f"[[regime]]{part}" for part in (fancy[0], first, second))
+    problems = dispatch.lint_table(OPERATOR, parse(f"{head}{half}[[fallback]]{fallbacks}"))
+    assert any("gap: mode fancy" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("rows = [1, 8]\ncols = [1, 1000]", "rows = [0, 8]\ncols = [1, 1000]", "leaves [limits]"),
+        ("[limits]\nrows = [1, 100]\ncols = [1, 1000]\n", "", "[limits] is missing"),
+        ("rows = [9, 100]\ncols = [1, 1000]", "rows = [9, 100]\ncols = [1, 999]", "gap"),
+        ("rows = [1, 8]\ncols = [1, 1000]", "rows = [1, 9]\ncols = [1, 1000]", "overlap"),
+        ("spread_us = 0.1, margin = 0.07", "spread_us = 0.5, margin = 0.0555", "than the spread"),
+        (
+            "worst_us = 9.0, spread_us = 0.1, margin = 0.07",
+            "worst_us = 8.0, spread_us = 1.0, margin = 0.125",
+            "than the spread",
+        ),
+        ("rows = [9, 100]", "rows = [-9, 100]", "expected [low, high]"),
+        ("rows = [9, 100]", "rows = [true, 100]", "expected [low, high]"),
+        ('route = "small"\nconfig', 'route = "tiled"\nconfig', "declines {'rows': 1,"),
+        ('route = "tiled"\nconfig', 'route = "small"\nconfig', "declines {'rows': 100,"),
+        ("tile = 32", "tile = true", "knob 'tile' of route 'tiled' is True, expected int"),
+    ],
+)  # fmt: skip
+def test_lint_at_the_edges(old: str, new: str, message: str) -> None:
+    assert old in TABLE
+    try:
+        problems = dispatch.lint_table(OPERATOR, parse(TABLE.replace(old, new)))
+    except TableError as error:
+        problems = [str(error)]
+    assert any(message in problem for problem in problems), problems

@@ -225,6 +225,30 @@ def test_no_gradients(operator: Operator) -> None:
         function(**wanting._asdict())
     with torch.no_grad():
         function(**wanting._asdict())
-    compiled = torch.compile(lambda **k: function(**k), backend="eager")
-    with pytest.raises(fastkernels.ArgumentError, match="requires grad"):
-        compiled(**wanting._asdict())
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(lambda **k: function(**k), backend=backend)
+        with pytest.raises(fastkernels.ArgumentError, match="requires grad"):
+            compiled(**wanting._asdict())
+        torch._dynamo.reset()
+        whole = torch.compile(lambda **k: function(**k), backend=backend, fullgraph=True)
+        with pytest.raises(Exception, match="requires grad"):  # dynamo wraps it
+            whole(**wanting._asdict())
+        torch._dynamo.reset()
+
+
+def test_a_size_that_is_a_number_does_not_recompile() -> None:
+    """topk is an output size: new values are new sizes, not new graphs."""
+    operator = catalog.operator("dsa_topk_indexer")
+    inputs = make(operator, small_case(operator))
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda topk, **rest: fastkernels.dsa_topk_indexer(**rest, topk=topk),
+        fullgraph=True,
+        backend=counter,
+        dynamic=True,
+    )
+    rest = {name: value for name, value in inputs._asdict().items() if name != "topk"}
+    for topk in (64, 100, 130, 257, 300):
+        got = compiled(topk, **rest)
+        assert same_bits(got, fastkernels.dsa_topk_indexer(**rest, topk=topk))
+    assert counter.frame_count <= 2

@@ -47,6 +47,18 @@ def device_info(device: torch.device) -> DeviceInfo:
     return DeviceInfo(device.type, device.type.upper(), 0)
 
 
+def index_of(name: str | torch.device | DeviceInfo | None) -> int:
+    """The index of a device given as for `named_device`: the current GPU's where none is named."""
+    if isinstance(name, DeviceInfo):
+        return 0
+    if isinstance(name, str) and name.lower() in archs.PRODUCTS:
+        return 0
+    device = torch.device("cuda" if name is None else name)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return device.index if ":" in str(device) else torch.cuda.current_device()
+
+
 def named_device(name: str | torch.device | DeviceInfo | None) -> DeviceInfo:
     """A device by name, present or not: `h200`, `b200`, `cpu`, `cuda:1`; None is the default one
     (the current GPU where there is one, else the CPU)."""
@@ -61,7 +73,7 @@ def named_device(name: str | torch.device | DeviceInfo | None) -> DeviceInfo:
         return DeviceInfo(product.arch, product.name, product.num_sms)
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         known = ", ".join(archs.PRODUCTS)
         raise ArgumentError(
             f"device {name!r} is unknown, expected one of {known}, or a torch device"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ import torch
 
 from fastkernels import envs
 from fastkernels.core import table as tables
-from fastkernels.core.device import DeviceInfo, named_device
+from fastkernels.core.device import DeviceInfo, index_of, named_device
 from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
 from fastkernels.core.route import Operator, Route
 from fastkernels.core.spec import OpSpec
@@ -55,13 +56,13 @@ class Selection(NamedTuple):
 
 _memo: dict[ProblemKey, Selection] = {}
 _tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
-_prepared: set[tuple[str, str, Any, DeviceInfo]] = set()
+_prepared: set[tuple[str, str, Any, DeviceInfo, int]] = set()
 _NOTHING: Mapping[str, tuple[Route, Any]] = MappingProxyType({})
 _forced: ContextVar[Mapping[str, tuple[Route, Any]]] = ContextVar(
     "fastkernels_forced", default=_NOTHING
 )
-_witness: ContextVar[list[tuple[ProblemKey, Selection]] | None] = ContextVar(
-    "fastkernels_witness", default=None
+_witnesses: ContextVar[tuple[list[tuple[ProblemKey, Selection]], ...]] = ContextVar(
+    "fastkernels_witnesses", default=()
 )
 
 
@@ -74,8 +75,7 @@ def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
     selection = select(operator, key)
     route, config = selection.route, selection.config
     workspace = _scratch(route, config, problem)
-    witness = _witness.get()
-    if witness is not None:
+    for witness in _witnesses.get():
         witness.append((key, selection))
     try:
         if route.language == "torch":
@@ -129,11 +129,14 @@ def select(operator: Operator, key: ProblemKey) -> Selection:
         _prepare(key, selection)
         return selection
     known = _memo.get(key)
+    if known is not None and not known.is_fallback:
+        return known
+    selection = choose(operator, key) if known is None else known
+    if selection.is_fallback and envs.strict():
+        why = "; ".join((selection.reason, *selection.notes))
+        raise FallbackError(f"{key.describe()}: {why} ({envs.STRICT} is set)")
     if known is not None:
         return known
-    selection = choose(operator, key)
-    if envs.strict() and selection.is_fallback:
-        raise FallbackError(f"{key.describe()}: {selection.reason} ({envs.STRICT} is set)")
     _announce(key, selection)
     _prepare(key, selection)
     if len(_memo) >= _MEMO_LIMIT:
@@ -185,7 +188,9 @@ def choose(operator: Operator, key: ProblemKey) -> Selection:
     if decline is not None:
         reason = f"route {route.name!r} of the table declines ({decline.reason}): safe route"
         return _safe(operator, key, reason, notes, True, found, hit)
-    return Selection(route, config, hit.where, found, hit, hit.is_fallback, notes)
+    # Another product's table is no measurement of this one.
+    is_fallback = hit.is_fallback or found.product != key.device.product
+    return Selection(route, config, hit.where, found, hit, is_fallback, notes)
 
 
 def _safe(
@@ -217,9 +222,11 @@ def _announce(key: ProblemKey, selection: Selection) -> None:
     for note in selection.notes:
         envs.log_once(logging.WARNING, (where, note), f"{key.op} on {key.device.product}: {note}")
     if selection.is_fallback:
+        # A reason may name sizes: once per entry of the table, not once per size.
+        entry = selection.reason if selection.hit is None else selection.hit.where
         envs.log_once(
             logging.WARNING,
-            (where, selection.reason),
+            (where, entry),
             f"{key.describe()}: served by {selection.route.name!r}: {selection.reason}",
         )
     envs.logger().debug("%s: %s %s", key.describe(), selection.route.name, selection.config)
@@ -230,17 +237,34 @@ def _prepare(key: ProblemKey, selection: Selection) -> None:
     prepare = selection.route.prepare
     if prepare is None:
         return
-    identity = (key.op, selection.route.name, selection.config, key.device)
+    identity = (key.op, selection.route.name, selection.config, key.device, key.device_index)
     if identity in _prepared:
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        sizes = ", ".join(f"{name}={size}" for name, size in key.axes)
+    if key.device.is_gpu and _is_capturing(key.device_index):
+        options = [f"mode={key.mode!r}", *(f"{name}={size}" for name, size in key.axes)]
+        if key.traits:
+            options.insert(1, f"traits={key.traits!r}")
         raise NotWarmedUp(
             f"{key.op}: {key.describe()} first seen during CUDA graph capture; call "
-            f"fastkernels.warmup({key.op!r}, mode={key.mode!r}, {sizes}) before capturing"
+            f"fastkernels.warmup({key.op!r}, {', '.join(options)}) before capturing"
         )
-    prepare(key, selection.config)
+    try:
+        prepare(key, selection.config)
+    except FastkernelsError:
+        raise
+    except Exception as error:
+        raise LaunchError(
+            f"{key.op}: route {selection.route.name!r} with {selection.config} could not be loaded "
+            f"for {key.describe()}: {error}"
+        ) from error
     _prepared.add(identity)
+
+
+def _is_capturing(device_index: int) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device_index):
+        return torch.cuda.is_current_stream_capturing()
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -260,6 +284,15 @@ def table_folders() -> list[Path]:
     return [folder for folder in folders if folder is not None]
 
 
+def _listed(folder: Path) -> list[str]:
+    """Names in a folder, sorted; nothing where it is absent or may not be read (a container's user
+    often has no home of its own)."""
+    try:
+        return sorted(os.listdir(folder))
+    except (OSError, ValueError):
+        return []
+
+
 def find_table(operator: Operator, device: DeviceInfo) -> tuple[Table | None, tuple[str, ...]]:
     """The table for a device, and what is to be said about it (rejected files, drift, status)."""
     spec = operator.spec
@@ -272,15 +305,18 @@ def find_table(operator: Operator, device: DeviceInfo) -> tuple[Table | None, tu
 def _search_table(spec: OpSpec, device: DeviceInfo) -> tuple[Table | None, tuple[str, ...]]:
     notes: list[str] = []
     asked = envs.tables_folder()
-    if asked is not None and not asked.is_dir():
-        notes.append(f"{envs.TABLES} names {asked}, which is no folder")
+    if asked is not None and not _listed(asked):
+        notes.append(f"{envs.TABLES} names {asked}, which is no folder with tables")
     exact = tables.file_name(device.arch, device.product)
     folders = [folder / spec.name for folder in table_folders()]
-    candidates = [folder / exact for folder in folders if (folder / exact).is_file()]
-    for folder in folders:
-        siblings = sorted(folder.glob(f"{device.arch}-*.toml")) if folder.is_dir() else []
-        candidates += [path for path in siblings if path not in candidates]
-    for path in candidates:
+    own = [folder / exact for folder in folders if exact in _listed(folder)]
+    siblings = [
+        folder / name
+        for folder in folders
+        for name in _listed(folder)
+        if name.startswith(f"{device.arch}-") and name.endswith(".toml") and name != exact
+    ]
+    for path in (*own, *siblings):
         try:
             table = tables.read(path, spec)
             if table.arch != device.arch:
@@ -301,7 +337,7 @@ def _remarks(table: Table, device: DeviceInfo) -> Iterator[str]:
     if table.status == "unmeasured":
         yield f"table {name} is unmeasured: its routes were chosen by rule, not by timing"
     current = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    for package, version in table.provenance.get("versions", {}).items():
+    for package, version in table.versions.items():
         here = current.get(package)
         if here is not None and here != version:
             yield f"table {name} was measured with {package} {version}, this is {here}"
@@ -317,6 +353,8 @@ def lint_table(operator: Operator, table: Table) -> list[str]:
     """Everything wrong with a readable table: `core.table.lint`, and routes that are unknown, get
     an illegal config, or decline a corner of their regime."""
     problems = tables.lint(table)
+    if table.fallbacks and table.fallbacks[-1].route != operator.safe_route.name:
+        problems.append(f"the last [[fallback]] is not the safe route {operator.safe_route.name!r}")
     device = DeviceInfo(table.arch, table.product, table.num_sms)
     entries: list[tuple[str, tables.Regime | tables.Fallback]] = [
         (f"regime {i}", entry) for i, entry in enumerate(table.regimes, 1)
@@ -385,11 +423,11 @@ def force_route(operator: Operator, name: str, config: Any = None) -> Iterator[N
 def attest() -> Iterator[list[tuple[ProblemKey, Selection]]]:
     """Collect which route actually served each call in this context, in order."""
     served: list[tuple[ProblemKey, Selection]] = []
-    token = _witness.set(served)
+    token = _witnesses.set((*_witnesses.get(), served))
     try:
         yield served
     finally:
-        _witness.reset(token)
+        _witnesses.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,6 +535,8 @@ def key_for(
     device: str | torch.device | DeviceInfo | None,
     mode: str | None,
     axes: Mapping[str, int],
+    traits: tuple[str, ...] = (),
 ) -> ProblemKey:
     """A key from what a person types: axis values, a mode, a device or product name."""
-    return key_from_axes(operator.spec, axes, named_device(device), mode)
+    found = named_device(device)
+    return key_from_axes(operator.spec, axes, found, mode, traits, index_of(device))

@@ -29,6 +29,7 @@ class ProblemKey(NamedTuple):
     mode: str
     axes: tuple[tuple[str, int], ...]
     traits: tuple[str, ...] = ()
+    device_index: int = 0
 
     def axis(self, name: str) -> int:
         return dict(self.axes)[name]
@@ -72,6 +73,7 @@ def make_key(
     device: DeviceInfo,
     mode: str | None = None,
     traits: tuple[str, ...] = (),
+    device_index: int = 0,
 ) -> ProblemKey:
     return ProblemKey(
         spec.name,
@@ -79,11 +81,17 @@ def make_key(
         spec.modes[0] if mode is None else mode,
         tuple((axis.name, axes[axis.name]) for axis in spec.key_axes),
         traits,
+        device_index,
     )
 
 
 def key_from_axes(
-    spec: OpSpec, axes: Mapping[str, int], device: DeviceInfo, mode: str | None = None
+    spec: OpSpec,
+    axes: Mapping[str, int],
+    device: DeviceInfo,
+    mode: str | None = None,
+    traits: tuple[str, ...] = (),
+    device_index: int = 0,
 ) -> ProblemKey:
     """A key from axis values alone, constants defaulting to the definition's.
 
@@ -113,7 +121,7 @@ def key_from_axes(
                 f"{spec.name}: axis {name!r} is {size}, expected {derived.value(sizes)}"
             )
     _check_axes(spec, sizes, {})
-    return make_key(spec, sizes, device, mode)
+    return make_key(spec, sizes, device, mode, traits, device_index)
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -190,6 +198,13 @@ def _bind_bases(
                 break
 
 
+def gradient_refusal(op: str, name: str) -> str:
+    return (
+        f"{op}: {name!r} requires grad, expected no gradient: fastkernels is inference only; call "
+        "it under torch.inference_mode() or torch.no_grad()"
+    )
+
+
 def check_scalars(spec: OpSpec, inputs: Any) -> None:
     """The types of every argument that is no tensor."""
     for argument in (*spec.inputs, *spec.options):
@@ -202,10 +217,7 @@ def check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], val
         got = "None" if value is None else f"a {type(value).__name__}"
         raise ArgumentError(f"{spec.name}: {argument.name!r} is {got}, expected a tensor")
     if value.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"{spec.name}: {argument.name!r} requires grad, expected no gradient: fastkernels is "
-            "inference only; call it under torch.inference_mode() or torch.no_grad()"
-        )
+        raise ArgumentError(gradient_refusal(spec.name, argument.name))
     if value.dtype not in _dtypes(argument.dtypes):
         raise ArgumentError(
             f"{spec.name}: {argument.name!r} is {dtype_name(value.dtype)}, "
@@ -319,4 +331,5 @@ def problem_key(
     mode: str | None = None,
     traits: tuple[str, ...] = (),
 ) -> ProblemKey:
-    return make_key(spec, axes, device_info(device), mode, traits)
+    index = 0 if device.index is None else device.index
+    return make_key(spec, axes, device_info(device), mode, traits, index)

@@ -66,7 +66,7 @@ class Route:
 
     def declines(self, key: ProblemKey, config: Any) -> Decline | None:
         """Why this route does not serve `key` with `config`; None if it does."""
-        if self.archs != ANY_DEVICE and key.device.arch not in self.archs:
+        if not self.is_for(key.device):
             return Decline(f"needs {' or '.join(self.archs)}, this device is {_name(key.device)}")
         for name, limit in self.max_axes.items():
             if key.axis(name) > limit:
@@ -76,7 +76,7 @@ class Route:
     def make_config(self, knobs: Mapping[str, Any]) -> Any:
         """The config that a table names. Raises ValueError on a missing or illegal knob."""
         fields = {f.name: f for f in dataclasses.fields(self.default_config)}
-        unknown = sorted(set(knobs) - set(fields))
+        unknown = sorted(set(knobs) - set(fields), key=str)
         if unknown:
             raise ValueError(f"route {self.name!r} has no knob {unknown[0]!r}")
         for name in fields:
@@ -91,11 +91,17 @@ class Route:
         return type(self.default_config)(**knobs)
 
     def workspace_bound(self, key: ProblemKey, config: Any) -> int:
-        """Scratch bytes for `key`, sizes beyond `max_axes` counting as the largest served ones."""
-        axes = {n: min(size, self.max_axes.get(n, size)) for n, size in key.axes}
-        if self.declines(key._replace(axes=tuple(axes.items())), config) is not None:
+        """Scratch bytes for `key` and smaller ones; sizes beyond `max_axes` count as the largest.
+
+        `supports` is not asked: a size that it declines may lie above one that it takes.
+        """
+        if not self.is_for(key.device):
             return 0
+        axes = {n: min(size, self.max_axes.get(n, size)) for n, size in key.axes}
         return self.workspace_bytes(axes, config)
+
+    def is_for(self, device: DeviceInfo) -> bool:
+        return self.archs == ANY_DEVICE or device.arch in self.archs
 
 
 def _name(device: DeviceInfo) -> str:

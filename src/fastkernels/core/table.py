@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, time
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +106,11 @@ class Table:
                 return Hit(fallback, f"fallback {position}: {fallback.reason}")
         return None
 
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Package versions that the table was measured with."""
+        return dict(self.provenance.get("versions", {}))
+
     def configs(self, route: str) -> Iterator[dict[str, Any]]:
         """Every config that this table names for a route."""
         entries: tuple[Regime | Fallback, ...] = (*self.regimes, *self.fallbacks)
@@ -144,16 +149,25 @@ def read(path: Path, spec: OpSpec) -> Table:
 def parse(text: str, spec: OpSpec, path: str = "<text>") -> Table:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers too long, nesting too deep
         raise TableError(f"{path}: not TOML: {error}") from error
     try:
-        return _table(data, spec, path)
+        return _table(_plain(data), spec, path)
     except _Wrong as error:
         raise TableError(f"{path}: {error}") from None
 
 
 class _Wrong(Exception):
     pass
+
+
+def _plain(value: Any) -> Any:
+    """TOML's dates and times as text, so that everything that is kept can be printed as JSON."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.isoformat() if isinstance(value, (date, time)) else value
 
 
 def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
@@ -172,7 +186,7 @@ def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
         },
         "the file",
     )
-    if data.get("schema") != SCHEMA:
+    if _get(data, "schema", int, "the file") != SCHEMA:
         raise _Wrong(f"schema is {data.get('schema')!r}, expected {SCHEMA}")
     if data.get("op") != spec.name:
         raise _Wrong(f"op is {data.get('op')!r}, expected {spec.name!r}")
@@ -185,9 +199,10 @@ def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
         )
     device = _get(data, "device", dict, "the file")
     _only(device, {"arch", "product", "num_sms"}, "[device]")
+    provenance = _get(data, "provenance", dict, "the file")
+    _get({"versions": {}} | provenance, "versions", dict, "[provenance]")
     fallbacks = data.get("fallback", [])
-    if isinstance(fallbacks, dict):
-        fallbacks = [fallbacks]
+    fallbacks = _tables_of("fallback", [fallbacks] if isinstance(fallbacks, dict) else fallbacks)
     return Table(
         path=path,
         op=spec.name,
@@ -195,13 +210,15 @@ def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
         arch=_get(device, "arch", str, "[device]"),
         product=_get(device, "product", str, "[device]"),
         num_sms=_get(device, "num_sms", int, "[device]"),
-        provenance={
-            name: value.isoformat() if isinstance(value, date) else value
-            for name, value in _get(data, "provenance", dict, "the file").items()
-        },
-        limits=_box(data.get("limits", {}), set(spec.variable_axes), "[limits]"),
+        provenance=provenance,
+        limits=_box(
+            _get({"limits": {}} | data, "limits", dict, "the file"),
+            set(spec.variable_axes),
+            "[limits]",
+        ),
         regimes=tuple(
-            _regime(entry, spec, f"regime {i}") for i, entry in enumerate(data.get("regime", []), 1)
+            _regime(entry, spec, f"regime {i}")
+            for i, entry in enumerate(_tables_of("regime", data.get("regime", [])), 1)
         ),
         fallbacks=tuple(
             _fallback(entry, spec, f"fallback {i}") for i, entry in enumerate(fallbacks, 1)
@@ -210,29 +227,40 @@ def _table(data: dict[str, Any], spec: OpSpec, path: str) -> Table:
     )
 
 
+def _tables_of(name: str, entries: Any) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise _Wrong(f"{name} is {entries!r}, expected [[{name}]] tables")
+    return entries
+
+
 def _regime(data: dict[str, Any], spec: OpSpec, where: str) -> Regime:
     constants = set(spec.constants)
     _only(data, {*spec.variable_axes, *constants, "mode", "route", "config", "evidence"}, where)
     return Regime(
         mode=_mode(data, spec, where, required=True) or spec.modes[0],
         axes=_box({k: v for k, v in data.items() if k in spec.variable_axes}, set(data), where),
-        constants=_box({k: v for k, v in data.items() if k in constants}, set(data), where),
+        constants=_constants(data, spec, where),
         route=_get(data, "route", str, where),
         config=_get(data, "config", dict, where),
-        evidence=data.get("evidence", {}),
+        evidence=_get({"evidence": {}} | data, "evidence", dict, where),
     )
 
 
 def _fallback(data: dict[str, Any], spec: OpSpec, where: str) -> Fallback:
-    constants = set(spec.constants)
-    _only(data, {*constants, "mode", "route", "config", "reason"}, where)
+    _only(data, {*spec.constants, "mode", "route", "config", "reason"}, where)
     return Fallback(
         mode=_mode(data, spec, where, required=False),
-        constants=_box({k: v for k, v in data.items() if k in constants}, set(data), where),
+        constants=_constants(data, spec, where),
         route=_get(data, "route", str, where),
-        config=data.get("config"),
+        config=_get(data, "config", dict, where) if "config" in data else None,
         reason=_get(data, "reason", str, where),
     )
+
+
+def _constants(data: dict[str, Any], spec: OpSpec, where: str) -> Box:
+    """The constant axes an entry names, those equal to the definition's left out."""
+    box = _box({k: v for k, v in data.items() if k in spec.constants}, set(data), where)
+    return {k: v for k, v in box.items() if v != (spec.constants[k], spec.constants[k])}
 
 
 def _mode(data: dict[str, Any], spec: OpSpec, where: str, required: bool) -> str | None:
@@ -297,14 +325,21 @@ def lint(table: Table) -> list[str]:
     problems = [*_lint_geometry(table), *_lint_evidence(table)]
     if not table.fallbacks:
         problems.append("no [[fallback]]: problems outside the regimes would have no entry")
-    elif table.fallbacks[-1].constants or table.fallbacks[-1].mode is not None:
+    elif not _is_catch_all(table.fallbacks[-1]):
         problems.append(
             "the last [[fallback]] is narrowed by mode or constants, expected a catch-all"
         )
+    for position, fallback in enumerate(table.fallbacks[:-1], 1):
+        if _is_catch_all(fallback):
+            problems.append(f"fallback {position} is a catch-all, so no later one ever applies")
     name = file_name(table.arch, table.product)
     if table.path != "<text>" and Path(table.path).name != name:
         problems.append(f"the file is named {Path(table.path).name}, expected {name}")
     return problems
+
+
+def _is_catch_all(fallback: Fallback) -> bool:
+    return not fallback.constants and fallback.mode is None
 
 
 def _group(regime: Regime) -> tuple[str, tuple[tuple[str, Interval], ...]]:
@@ -352,6 +387,12 @@ def _boxes_meet(a: Regime, b: Regime, constants: Mapping[str, int]) -> bool:
     return all(x[0] <= y[1] and y[0] <= x[1] for x, y in pairs)
 
 
+def _is_number(value: Any, is_count: bool) -> bool:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return False
+    return bool(value >= (1 if is_count else 0))
+
+
 def _lint_evidence(table: Table) -> Iterator[str]:
     if table.status != "measured":
         return
@@ -367,6 +408,10 @@ def _lint_evidence(table: Table) -> Iterator[str]:
             yield f"regime {position} has no evidence of {missing[0]}"
             continue
         evidence = regime.evidence
+        wrong = [n for n in EVIDENCE if not _is_number(evidence[n], n in ("cases", "trials"))]
+        if wrong:
+            yield f"regime {position} has {wrong[0]} = {evidence[wrong[0]]!r}, expected a number"
+            continue
         if evidence["failures"]:
             yield f"regime {position} has {evidence['failures']} failures, expected 0"
         if (

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core.outputs import WORKSPACE_ALIGNMENT
-from fastkernels.core.problem import torch_dtype
+from fastkernels.core.problem import gradient_refusal, torch_dtype
 from fastkernels.core.route import Operator
 from fastkernels.core.spec import ArgumentSpec, OpSpec, ScalarSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
 NAMESPACE = "fastkernels"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_SCALAR_TYPES = {"float": "float", "int": "int", "bool": "bool", "choice": "str"}
+_SCALAR_TYPES = {"float": "float", "int": "SymInt", "bool": "bool", "choice": "str"}
 
 
 class _Size(NamedTuple):
@@ -102,6 +102,11 @@ def call(
     Returns what the direct call returns, always as a tuple.
     """
     plan = _PLANS[spec.name]
+    if torch.is_grad_enabled():
+        for name in plan.arguments:
+            value = getattr(inputs, name)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise ArgumentError(gradient_refusal(spec.name, name))
     values = encoded(plan, inputs._asdict())
     updates = any(
         values[name] is not None and values[name] is not False for name in plan.update_options
