@@ -423,6 +423,7 @@ def test_what_is_loaded_depends_on_route_config_and_device(
     routes = tuple(dataclasses.replace(route, prepare=prepare) for route in (toy.TILED, toy.SMALL))
     operator = Operator(SPEC, (*routes, toy.SAFE), toy.toy)
     monkeypatch.setattr(dispatch, "_prepared", set())
+    monkeypatch.setattr(dispatch, "_is_capturing", lambda index: False)  # cuda:1 may be absent
     sibling = DeviceInfo("sm90", "NVIDIA GH200", 132)
     second_gpu = key(10)._replace(device_index=1)
     for problem in (key(10), key(20), key(8), key(10, sibling), key(30, sibling), second_gpu):

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastkernels.core.outputs import check_no_overlap, overlaps_itself
+from fastkernels import envs
+from fastkernels.core.outputs import (
+    check_no_overlap,
+    check_workspace,
+    overlaps_itself,
+    prepare_outputs,
+)
+from fastkernels.core.problem import Problem, check_inputs, input_device, problem_key
 from fastkernels.core.spec import OpSpec, TensorSpec
 from fastkernels.errors import ArgumentError
 
@@ -69,6 +76,24 @@ def state_form(spec: OpSpec, inputs: Any) -> Form:
     if mode != "functional" and inputs.state is None:
         raise ArgumentError(f"{spec.name}: 'state' is None, expected a tensor in {mode} form")
     return Form(mode, mode != "functional")
+
+
+def bind_call(spec: OpSpec, inputs: Any, out: Any, workspace: Any) -> Problem:
+    """Check a call and prepare its outputs. In pool and in-place form the second output of the
+    problem is `state` itself."""
+    form = state_form(spec, inputs)
+    axes = check_inputs(spec, inputs, {"state": POOL_STATE} if form.mode == "pool" else None)
+    device = input_device(inputs, spec)
+    if form.updates_state:
+        check_updated_state(spec, inputs)
+        (output,) = prepare_outputs(spec, inputs, axes, device, out, spec.outputs[:1])
+        outputs: tuple[torch.Tensor, ...] = (output, inputs.state)
+    else:
+        outputs = prepare_outputs(spec, inputs, axes, device, out)
+    check_workspace(spec, inputs, workspace, outputs, device)
+    if envs.check_values() and form.mode == "pool":
+        check_slots(spec.name, inputs)
+    return Problem(problem_key(spec, axes, device, form.mode), inputs, outputs, workspace)
 
 
 def check_updated_state(spec: OpSpec, inputs: Any) -> None:
