@@ -148,3 +148,27 @@ def test_doctor_prints_what_it_found_to_the_letter(monkeypatch: pytest.MonkeyPat
 )
 def test_odd_arguments_are_usage_errors(arguments: tuple[str, ...]) -> None:
     assert invoke(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "said"),
+    [(12080, "wrong", "need a driver for CUDA 13.0"), (13000, "ok", ""), (13020, "ok", "")],
+)
+def test_c94_a_driver_too_old_is_named_with_what_is_needed(
+    version: int, state: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel ships yet that could fail to load; the check that names found and needed does."""
+    from types import SimpleNamespace
+
+    from fastkernels import doctor
+
+    def get_version(pointer: Any) -> int:
+        pointer._obj.value = version
+        return 0
+
+    driver = SimpleNamespace(cuDriverGetVersion=get_version)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: driver)
+    found = doctor._driver()
+    assert found.state == state
+    assert said in found.cost
+    assert f"CUDA {version // 1000}.{version % 1000 // 10}" in found.found
