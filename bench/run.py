@@ -22,7 +22,7 @@ from typing import Any
 import click
 import torch
 
-from fastkernels import catalog, demo
+from fastkernels import catalog, demo, force_route
 from fastkernels.core.route import Operator
 from fastkernels.core.spec import OpSpec
 from fastkernels.ops._shared.cases import Case
@@ -58,7 +58,10 @@ def peak_extra_mb(operator: Operator, inputs: Any) -> float:
     return max(0.0, resident_mb("VmHWM") - before - size)
 
 
-def measure(operator: Operator, case: Case, listed: str) -> dict[str, Any]:
+def measure(operator: Operator, case: Case, listed: str, route: str | None) -> dict[str, Any]:
+    if route is not None:
+        with force_route(operator.name, route):
+            return measure(operator, case, listed, None)
     row = demo.measure(operator, case, torch.device("cpu"), lambda _: None)
     inputs = catalog.module(operator.name, "inputs").make_inputs(case)
     worst = max(row.errors, key=lambda e: e["value"] / e["limit"] if e["limit"] else e["value"])
@@ -102,9 +105,17 @@ def selected(spec: OpSpec, cases: list[Case], where: tuple[str, ...], limit: int
 @click.option(
     "--where", multiple=True, metavar="AXIS=SIZE[,..]", help="Only these rows; repeatable."
 )
+@click.option("--route", default=None, help="Serve every row by this route.")
 @click.option("--rows", "limit", default=0, help="At most this many rows per --where; 0: all.")
 @click.option("--out", default=None, help="Folder of the result file; default: print it.")
-def main(name: str, device: str, where: tuple[str, ...], limit: int, out: str | None) -> None:
+def main(
+    name: str,
+    device: str,
+    where: tuple[str, ...],
+    route: str | None,
+    limit: int,
+    out: str | None,
+) -> None:
     """Measure rows of one operator's contest and serving lists and write <out>/<op>.json."""
     operator = catalog.operator(name)
     lists = {
@@ -115,7 +126,7 @@ def main(name: str, device: str, where: tuple[str, ...], limit: int, out: str | 
     cases = selected(operator.spec, list(lists), where, limit)
     rows = []
     for case in cases:
-        rows.append(measure(operator, case, lists[case]))
+        rows.append(measure(operator, case, lists[case], route))
         click.echo(f"{case.name} {case.axes}: {rows[-1]['us']['median'] / 1e3:.1f} ms", err=True)
     facts = environment(device)
     result = {

@@ -56,7 +56,7 @@ def explain(
     """Which route serves a problem, from which table and regime, and why no other route does.
 
     `axes` are the definition's axis names; constants default to the definition's values. `device`
-    is a torch device or a product that need not be present (`"h200"`, `"b200"`, `"cpu"`); None is
+    is a torch device or a product that need not be present (such as `"h200"`); None is
     the current GPU, else the CPU. Print the result, or take `.to_dict()`.
 
     Raises ArgumentError, UnsupportedProblem.

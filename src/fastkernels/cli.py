@@ -14,12 +14,13 @@ from rich.table import Table
 
 import fastkernels
 from fastkernels import catalog, demo, doctor
-from fastkernels.core import dispatch
+from fastkernels.core import archs, dispatch
 from fastkernels.core.device import named_device
 from fastkernels.errors import ArgumentError, FastkernelsError
 from fastkernels.testing.record import Measurement, environment
 
 _WRONG = 1
+_PRODUCTS = ", ".join(archs.PRODUCTS)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,7 +80,8 @@ def demo_command(names: tuple[str, ...], device: str | None, as_json: bool) -> N
 def _print_demo(rows: list[Measurement], device: str) -> None:
     facts = environment(device)
     table = Table(
-        title=f"fastkernels {facts['fastkernels']} on {facts['device']}, torch {facts['torch']}",
+        title=f"fastkernels {facts['fastkernels']} on {facts['device']}, torch {facts['torch']}, "
+        f"{facts['threads']} threads",
         caption="error: the one nearest its limit, against the float64 oracle (MoE: float32)",
     )
     for name in ("operator", "shape", "route", "time", "error", "limit", "verdict"):
@@ -102,12 +104,16 @@ def _print_demo(rows: list[Measurement], device: str) -> None:
             f"{worst['limit']:.2g}",
             verdict,
         )
-    # A file or a pipe has no width; a terminal's own is kept.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = _console()
     console.print(table)
     for reason in dict.fromkeys(row.reason for row in rows):
         console.print(f"why this route: {escape(reason)}", highlight=False)
     console.print(f"{sum(row.ok for row in rows)} of {len(rows)} workloads right", highlight=False)
+
+
+def _console() -> Console:
+    """A terminal's own width; a file or a pipe has none."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def _duration(us: float) -> str:
@@ -124,7 +130,7 @@ def _duration(us: float) -> str:
 )
 @click.option("--mode", default=None, help="Form of the call, e.g. inplace or pool.")
 @click.option(
-    "--device", default=None, help="h200, b200, cpu, or a torch device; need not be present."
+    "--device", default=None, help=f"{_PRODUCTS}, or a torch device; a product need not be present."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain_command(
@@ -164,7 +170,7 @@ def doctor_command(as_json: bool) -> None:
         for f in findings:
             state = f"[{colours[f.state]}]{f.state}[/]"
             table.add_row(escape(f.name), state, escape(f.found), escape(f.cost))
-        Console().print(table)
+        _console().print(table)
     sys.exit(_WRONG if any(finding.state == "wrong" for finding in findings) else 0)
 
 

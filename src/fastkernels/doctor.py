@@ -156,7 +156,7 @@ def _complaint() -> str:
 
 
 def _variables() -> list[Finding]:
-    known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG, envs.NO_CUDA)
+    known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG)
     findings = []
     for name, value in sorted(os.environ.items()):
         if name.startswith("FASTKERNELS_"):

@@ -23,9 +23,6 @@ STRICT = "FASTKERNELS_STRICT"
 LOG = "FASTKERNELS_LOG"
 """Log level by name (`DEBUG`, `INFO`, `WARNING`, ...); unset leaves it to the application."""
 
-NO_CUDA = "FASTKERNELS_NO_CUDA"
-"""`1` at build time: build without the compiled library (read by setup.py)."""
-
 
 def tables_folder() -> Path | None:
     """The folder that FASTKERNELS_TABLES names; a leading ~ of a known user is expanded."""

@@ -167,7 +167,7 @@ def test_c94_a_driver_too_old_is_named_with_what_is_needed(
         return 0
 
     driver = SimpleNamespace(cuDriverGetVersion=get_version)
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
     found = doctor._driver()
     assert found.state == state
     assert said in found.cost

@@ -33,7 +33,7 @@ def _params(*lists: str) -> list[Any]:
         for name in lists:
             pairs = list(contracts.pairs(operator, name, CPU))
             if name == "CONTEST":
-                pairs = _spread(pairs, CPU_CONTEST[operator.name])
+                pairs = _spread(pairs, CPU_CONTEST.get(operator.name, 4))
             for route, case in pairs:
                 name = f"{operator.name}-{route.name}-{case.name}"
                 params.append(pytest.param(operator, route, case, id=name))

@@ -65,6 +65,7 @@ def test_given_outputs_finds(
 
 def test_fresh_outputs_finds_shared_memory_and_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
+    calls: list[int] = []
 
     def reuse(inputs: Any, outputs: Any) -> None:
         kept.append(outputs[0])
@@ -72,7 +73,8 @@ def test_fresh_outputs_finds_shared_memory_and_chance(monkeypatch: pytest.Monkey
             kept[0].zero_()
 
     def chance(inputs: Any, outputs: Any) -> None:
-        outputs[0].mul_(1 + 0.01 * torch.rand(()))
+        calls.append(1)
+        outputs[0].mul_(len(calls))
 
     for spoil, message in ((reuse, "changed in a later call"), (chance, "differs between two")):
         operator = spoilt(spoil)

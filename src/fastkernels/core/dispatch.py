@@ -439,6 +439,7 @@ class Explanation:
     arch: str
     mode: str
     axes: dict[str, int]
+    spec_digest: str
     route: str
     language: str
     config: dict[str, Any]
@@ -469,6 +470,7 @@ class Explanation:
         lines += [f"  {name:<10} {value}" for name, value in self.evidence.items()]
         lines += [f"  {name:<10} {value}" for name, value in self.provenance.items()]
         lines.append(f"  workspace  {self.workspace_bytes} bytes")
+        lines.append(f"  spec       {self.spec_digest}")
         lines += [f"  note       {note}" for note in self.notes]
         lines += [f"  not taken  {name}: {reason}" for name, reason in self.others.items()]
         return "\n".join(lines)
@@ -482,7 +484,9 @@ def explain(operator: Operator, key: ProblemKey) -> Explanation:
         if route.name == selection.route.name:
             continue
         decline = route.declines(key, route.default_config)
-        others[route.name] = decline.reason if decline else f"serves this, but {selection.reason}"
+        others[route.name] = (
+            decline.reason if decline else f"serves this; not chosen by {selection.reason}"
+        )
     table, hit = selection.table, selection.hit
     evidence = hit.entry.evidence if hit and isinstance(hit.entry, tables.Regime) else {}
     return Explanation(
@@ -491,6 +495,7 @@ def explain(operator: Operator, key: ProblemKey) -> Explanation:
         arch=key.device.arch,
         mode=key.mode,
         axes=dict(key.axes),
+        spec_digest=operator.spec.digest,
         route=selection.route.name,
         language=selection.route.language,
         config=dataclasses.asdict(selection.config),

@@ -109,7 +109,8 @@ def key_from_axes(
             raise ArgumentError(f"{spec.name}: axis {name!r} is {size!r}, expected an integer")
     missing = [name for name in spec.variable_axes if name not in sizes]
     if missing:
-        raise ArgumentError(f"{spec.name}: axis {missing[0]!r} is missing, expected an integer")
+        names = ", ".join(repr(name) for name in missing)
+        raise ArgumentError(f"{spec.name}: axis {names} is missing, expected an integer each")
     if mode is not None and mode not in spec.modes:
         raise ArgumentError(
             f"{spec.name}: mode {mode!r} is unknown, expected one of {', '.join(spec.modes)}"

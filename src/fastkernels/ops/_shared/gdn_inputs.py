@@ -46,11 +46,21 @@ def draw_heads(
 
 
 def draw_state(
-    rng: torch.Generator, slots: int, num_v_heads: int, head_size: int, padded: bool
+    rng: torch.Generator,
+    slots: int,
+    num_v_heads: int,
+    head_size: int,
+    padded: bool,
+    is_pool: bool = False,
 ) -> torch.Tensor:
-    """[slots, Hv, V, K] float32; `padded`: with PAD unused elements (NaN) after every slot."""
+    """[slots, Hv, V, K] float32; `padded`: with PAD unused elements (NaN) after every slot.
+
+    Slot 0 of a pool is NaN: no row names it, and it is where a clamped padding index would lead.
+    """
     shape = (slots, num_v_heads, head_size, head_size)
     state = 0.1 * torch.randn(shape, generator=rng)
+    if is_pool:
+        state[:1] = math.nan
     if not padded:
         return state
     size = num_v_heads * head_size * head_size
@@ -95,6 +105,9 @@ def draw_gates(
     return A_log, a, dt_bias, b
 
 
+_OUTSIDE = (-1, 10**6, -(2**31))
+
+
 def pool_layout(
     mode: str, rows: int, dtype: str, padding: str = "some"
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -102,14 +115,15 @@ def pool_layout(
 
     Slots are read in reversed order, every third row (1, 4, ..) is padding, row 2 of every 4
     writes a slot of its own, row 3 of every 4 is not stored. padding: some; all (every row is
-    padding).
+    padding). It is -1, or an index outside the pool, in turn.
     """
     if mode != "pool":
         return None, None, rows
     row = torch.arange(rows)
-    read = torch.where((row % 3 == 1) | (padding == "all"), -1, rows - row)
+    outside = torch.tensor(_OUTSIDE)[row // 3 % len(_OUTSIDE)]
+    read = torch.where((row % 3 == 1) | (padding == "all"), outside, rows - row)
     write = torch.where(row % 4 == 2, rows + 1 + row, read)
-    write = torch.where(row % 4 == 3, -1, write)
+    write = torch.where(row % 4 == 3, outside, write)
     table = torch.full((rows, 4), 10**6, dtype=getattr(torch, dtype))
     table[:, 0], table[:, 2] = read, write
     return table[:, 0], table[:, 2], 2 * rows + 2

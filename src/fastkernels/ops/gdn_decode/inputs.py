@@ -61,7 +61,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     fused = case.layout == "fused"
     q, k, v = (t.unsqueeze(1) for t in draw_heads(rng, B, Hk, Hv, D, fused, case.keys))
     read, write, slots = pool_layout(case.mode, B, case.indices, case.padding)
-    state = None if case.state == "none" else draw_state(rng, slots, Hv, D, padded=fused)
+    state = (
+        None
+        if case.state == "none"
+        else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
+    )
     A_log, a, dt_bias, b = draw_gates(rng, B, Hv, case.gates, fused)
     inputs = Inputs(
         q, k, v, state, A_log, a.unsqueeze(1), dt_bias, b.unsqueeze(1), case.scale,

@@ -70,7 +70,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     fused = case.layout == "fused"
     q, k, v = draw_heads(rng, T, Hk, Hv, D, fused, case.keys)
     read, write, slots = pool_layout(case.mode, N, case.indices, case.padding)
-    state = None if case.state == "none" else draw_state(rng, slots, Hv, D, padded=fused)
+    state = (
+        None
+        if case.state == "none"
+        else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
+    )
     A_log, a, dt_bias, b = draw_gates(rng, T, Hv, case.gates, fused)
     offsets = torch.tensor([0, *accumulate(case.lengths)], dtype=getattr(torch, case.offsets))
     inputs = Inputs(
