@@ -129,19 +129,16 @@ def select(operator: Operator, key: ProblemKey) -> Selection:
         _prepare(key, selection)
         return selection
     known = _memo.get(key)
-    if known is not None and not known.is_fallback:
-        return known
     selection = choose(operator, key) if known is None else known
     if selection.is_fallback and envs.strict():
         why = "; ".join((selection.reason, *selection.notes))
         raise FallbackError(f"{key.describe()}: {why} ({envs.STRICT} is set)")
-    if known is not None:
-        return known
-    _announce(key, selection)
-    _prepare(key, selection)
-    if len(_memo) >= _MEMO_LIMIT:
-        _memo.clear()
-    _memo[key] = selection
+    if known is None:
+        _announce(key, selection)
+        _prepare(key, selection)
+        if len(_memo) >= _MEMO_LIMIT:
+            _memo.clear()
+        _memo[key] = selection
     return selection
 
 
@@ -169,21 +166,10 @@ def choose(operator: Operator, key: ProblemKey) -> Selection:
         reason = f"the table names the unknown route {hit.entry.route!r}: safe route"
         return _safe(operator, key, reason, notes, True, found, hit)
     try:
-        config = (
-            route.default_config
-            if hit.entry.config is None
-            else route.make_config(hit.entry.config)
-        )
+        config = route.make_config(hit.entry.config)
     except (ValueError, TypeError) as error:
-        return _safe(
-            operator,
-            key,
-            f"the table's config is illegal ({error}): safe route",
-            notes,
-            True,
-            found,
-            hit,
-        )
+        reason = f"the table's config is illegal ({error}): safe route"
+        return _safe(operator, key, reason, notes, True, found, hit)
     decline = route.declines(key, config)
     if decline is not None:
         reason = f"route {route.name!r} of the table declines ({decline.reason}): safe route"
@@ -366,9 +352,7 @@ def lint_table(operator: Operator, table: Table) -> list[str]:
             problems.append(f"{where} names the unknown route {entry.route!r}")
             continue
         try:
-            config = (
-                route.default_config if entry.config is None else route.make_config(entry.config)
-            )
+            config = route.make_config(entry.config)
         except (ValueError, TypeError) as error:
             problems.append(f"{where}: {error}")
             continue

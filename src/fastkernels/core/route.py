@@ -73,8 +73,13 @@ class Route:
                 return Decline(f"serves {name} <= {limit}, got {key.axis(name)}")
         return self.supports(key, key.device, config)
 
-    def make_config(self, knobs: Mapping[str, Any]) -> Any:
-        """The config that a table names. Raises ValueError on a missing or illegal knob."""
+    def make_config(self, knobs: Mapping[str, Any] | None) -> Any:
+        """The config that a table names, the default where it names none.
+
+        Raises ValueError on a missing, unknown or illegal knob.
+        """
+        if knobs is None:
+            return self.default_config
         fields = {f.name: f for f in dataclasses.fields(self.default_config)}
         unknown = sorted(set(knobs) - set(fields), key=str)
         if unknown:

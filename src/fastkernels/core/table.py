@@ -351,7 +351,7 @@ def _corner(regime: Regime) -> tuple[Any, ...]:
 
 
 def _lint_geometry(table: Table) -> Iterator[str]:
-    if table.regimes and set(table.limits) == set():
+    if table.regimes and not table.limits:
         yield "[limits] is missing: it bounds the measured range of every variable axis"
         return
     for position, regime in enumerate(table.regimes, 1):
@@ -374,7 +374,7 @@ def _lint_geometry(table: Table) -> Iterator[str]:
     for (mode, constants), size in covered.items():
         if size < volume:
             where = "".join(f", {name} {low}..{high}" for name, (low, high) in constants)
-            yield f"gap: mode {mode}{where} cover {size} of {volume} problems in [limits]"
+            yield f"gap: mode {mode}{where} covers {size} of {volume} problems in [limits]"
 
 
 def _boxes_meet(a: Regime, b: Regime, constants: Mapping[str, int]) -> bool:
