@@ -10,17 +10,23 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # at import without it.
 CPU_TORCH := torch==2.13.0
 # Tests that need neither a GPU, nor a CUDA toolchain, nor a service.
-CPU_TESTS := not (gpu or sm90 or sm100 or multigpu)
+CPU_TESTS := not (gpu or sm90 or sm100 or multigpu or toolchain)
+# Kernels are of no use without a GPU: installing stays quick there, and `make kernels` builds.
+NO_CUDA = $(shell nvidia-smi > /dev/null 2>&1 || echo FASTKERNELS_NO_CUDA=1)
+SOURCES := find csrc -name "*.cc" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test kernels test-kernels wheel lint format clean
 
 help:
-	@echo 'make demo    install into $(VENV) and show every operator at work'
-	@echo 'make test    every test that needs no GPU and no CUDA toolchain'
-	@echo 'make lint    style, types and import contracts'
-	@echo 'make format  bring the sources into form'
-	@echo 'make clean   remove what was built; $(VENV) too'
+	@echo 'make demo          install into $(VENV) and show every operator at work'
+	@echo 'make test          every test that needs no GPU and no CUDA toolchain'
+	@echo 'make kernels       build the library of kernels in place; needs no GPU'
+	@echo 'make test-kernels  the same, and the tests that need a toolchain'
+	@echo 'make wheel         a release wheel in dist/, with every kernel'
+	@echo 'make lint          style, types and import contracts'
+	@echo 'make format        bring the sources into form'
+	@echo 'make clean         remove what was built; $(VENV) too'
 
 demo: $(VENV)/.package
 	@$(BIN)/fastkernels demo
@@ -28,20 +34,35 @@ demo: $(VENV)/.package
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' $(PYTEST_ARGS)
 
+# Strict, as a release is: a kernel that does not compile is an error here.
+kernels: $(VENV)/.toolchain
+	@FASTKERNELS_RELEASE=1 $(BIN)/python setup.py --quiet build_kernels --inplace
+
+test-kernels: kernels $(VENV)/.dev
+	@$(BIN)/python -m pytest -m toolchain tests $(PYTEST_ARGS)
+
+wheel: $(VENV)/.package
+	@FASTKERNELS_RELEASE=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+	@if command -v auditwheel > /dev/null; then auditwheel show dist/*.whl; fi
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(SOURCES) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only --quiet
 	$(BIN)/ruff format
+	$(SOURCES) | xargs $(BIN)/clang-format -i
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info src/fastkernels/_lib
+	rm -rf tuner/build tuner/src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests dispatch_tables -name __pycache__ -prune -exec rm -rf {} +
+	find src tests tuner bench dispatch_tables -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.package: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and \
@@ -59,10 +80,18 @@ $(VENV)/.package: pyproject.toml setup.py
 	fi; \
 	if [ -n "$$torch" ]; then echo "installing $$torch (about a minute)"; $(PIP) "$$torch" numpy; fi
 	@echo 'installing fastkernels'
-	@$(PIP) --editable .
+	@$(NO_CUDA) $(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.package
+$(VENV)/.dev: $(VENV)/.package tuner/pyproject.toml
 	@echo 'installing the development tools'
-	@$(PIP) --editable '.[dev]'
+	@FASTKERNELS_NO_CUDA=1 $(PIP) --editable '.[dev]'
+	@$(PIP) --editable ./tuner
+	@touch $@
+
+# What an isolated build would ask for, and setuptools for the build itself.
+$(VENV)/.toolchain: $(VENV)/.package
+	@echo 'installing Triton, CuTe DSL and, where there is none, nvcc'
+	@$(PIP) 'setuptools>=77' \
+	    $$($(BIN)/python -c 'import build_kernels; print(*build_kernels.requirements())')
 	@touch $@

@@ -19,8 +19,7 @@ from fastkernels.ops.dsa_topk_indexer.op import dsa_topk_indexer
 from fastkernels.ops.gdn_decode.op import gdn_decode
 from fastkernels.ops.gdn_prefill.op import gdn_prefill
 from fastkernels.ops.moe_fp8_block_scale.op import moe_fp8_block_scale
-
-__version__ = "0.1.0"
+from fastkernels.version import __version__
 
 __all__ = [
     "ArgumentError",
@@ -30,6 +29,7 @@ __all__ = [
     "NotWarmedUp",
     "TableError",
     "UnsupportedProblem",
+    "__version__",
     "dsa_sparse_attention",
     "dsa_topk_indexer",
     "explain",

@@ -47,8 +47,8 @@ import fastkernels
 names = [m.name for m in pkgutil.walk_packages(fastkernels.__path__, "fastkernels.")]
 failed = {}
 for name in names:
-    if name.startswith(SKIPPED):
-        continue
+    if name.startswith(SKIPPED) or ".kernels." in name:
+        continue  # device code is imported by its compiler alone
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -143,7 +143,7 @@ def test_import_loads_no_oracle_no_kernel_and_no_command_line(imported: Any) -> 
     own = [name for name in imported["modules"] if name.startswith("fastkernels")]
     unwanted = re.compile(
         r"fastkernels\.(testing|contest|cli|demo|doctor)\b"
-        r"|fastkernels\.ops\.[a-z_0-9]+\.(kernels|inputs|reference)\b"
+        r"|fastkernels\.ops\.[a-z_0-9]+\.(kernels\.|inputs\b|reference\b)"
     )
     assert [name for name in own if unwanted.match(name)] == []
     assert "fastkernels.ops.gdn_decode.op" in own

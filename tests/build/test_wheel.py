@@ -30,6 +30,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+CSRC = ("*.h", "*.cuh", "*.cu")
 SHIPPED = ("*.py", "*.json", "*.jsonl", "README.md", "py.typed")
 
 pytestmark = pytest.mark.timeout(900)
@@ -62,6 +63,8 @@ def run(*command: str | Path, cwd: Path) -> str:
         and not name.startswith("FASTKERNELS_")
     }
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    # The package without kernels; tests/build/test_kernels_build.py has the one with them.
+    environment["FASTKERNELS_NO_CUDA"] = "1"
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True
     )
@@ -124,7 +127,7 @@ def folder() -> Iterator[Path]:
 def checkout(folder: Path) -> Path:
     """A clean copy of the sources: no build/ of former builds to leak into the wheel."""
     copy = folder / "checkout"
-    built = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    built = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_lib")
     shutil.copytree(ROOT, copy, ignore=built)
     return copy
 
@@ -159,8 +162,15 @@ def sources() -> set[str]:
     """What must ship, by its name in the wheel."""
     package = ROOT / "src" / "fastkernels"
     tables = ROOT / "dispatch_tables"
+    csrc = ROOT / "csrc"
     return {
-        *(f"fastkernels/{f.relative_to(package)}" for p in SHIPPED for f in package.rglob(p)),
+        *(
+            f"fastkernels/{f.relative_to(package)}"
+            for p in SHIPPED
+            for f in package.rglob(p)
+            if f.parent.name != "_lib"
+        ),
+        *(f"fastkernels/_csrc/{f.relative_to(csrc)}" for p in CSRC for f in csrc.glob(f"*/{p}")),
         *(f"fastkernels/_tables/{f.relative_to(tables)}" for f in tables.glob("*/*.toml")),
         "fastkernels/_tables/__init__.py",
         "fastkernels/_tables/README.md",
@@ -188,6 +198,12 @@ def test_the_build_asks_for_setuptools_alone() -> None:
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     shipped = {name for name in names(wheel) if ".dist-info/" not in name}
     assert shipped == sources()
+
+
+def test_without_kernels_the_wheel_is_for_any_platform(wheel: Path) -> None:
+    """FASTKERNELS_NO_CUDA=1, which `run` sets."""
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any("/_lib/" in name for name in names(wheel))
 
 
 def test_metadata(wheel_metadata: email.message.Message) -> None:

@@ -1,0 +1,90 @@
+"""Compiled kernels as data: what to build from which source, for which config. Imports no torch.
+
+An operator lists its kernels in `ops/<op>/kernels/__init__.py`. The build makes machine code of
+every (kernel, config) that a table names, and of each default; `core.jit` makes others when they
+are first needed; both go through `core.toolchain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGE = Path(__file__).parents[1]
+
+LANGUAGES = ("cuda", "triton", "cute")
+"""Device languages; in each, machine code is a cubin that one launcher loads."""
+
+
+class Binary(NamedTuple):
+    """Machine code of one entry point. `shared_bytes` is dynamic shared memory."""
+
+    cubin: bytes
+    symbol: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Device code of one route.
+
+    `config` is the default, an instance of a frozen dataclass of knobs; `candidates` lists the
+    values that a tuner may try for each. `source` is a path below
+    csrc/ (CUDA), or the module beside the operator's `kernels/__init__.py` whose
+    `compile(config, arch, variant)` gives a `Binary` (Triton, CuTe DSL). `variants` are compiled
+    side by side; the launcher picks one per call. `launch_shape(config)` is `(threads,
+    shared_bytes)` for CUDA, whose compiler does not tell. `tile(config)` holds the integers that
+    the operator's launcher needs to lay out the grid.
+    """
+
+    op: str
+    name: str
+    language: str
+    archs: tuple[str, ...]
+    config: Any
+    source: str
+    tile: Callable[[Any], tuple[int, ...]]
+    candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    variants: tuple[str, ...] = ("aligned", "any")
+    launch_shape: Callable[[Any], tuple[int, int]] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.language in LANGUAGES
+        assert (self.launch_shape is not None) == (self.language == "cuda")
+
+    @property
+    def module(self) -> str:
+        """The module with the device code, for Triton and CuTe DSL."""
+        return f"fastkernels.ops.{self.op}.kernels.{self.source.removesuffix('.py')}"
+
+    def sources(self) -> list[Path]:
+        """The files that machine code depends on."""
+        if self.language == "cuda":
+            folder = csrc_folder()
+            headers = (p for name in ("common", self.op) for p in (folder / name).glob("*.*h"))
+            return sorted({folder / self.source, *headers})
+        folder = PACKAGE / "ops" / self.op / "kernels"
+        return [folder / "__init__.py", folder / self.source]
+
+    def digest(self) -> str:
+        """Identity of the sources, by content."""
+        total = hashlib.sha256()
+        for path in self.sources():
+            total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return total.hexdigest()
+
+
+def csrc_folder() -> Path:
+    """The CUDA sources: shipped as `fastkernels._csrc`, in a checkout `csrc/`."""
+    shipped = PACKAGE / "_csrc"
+    return shipped if shipped.is_dir() else PACKAGE.parents[1] / "csrc"
+
+
+def knobs(config: Any) -> dict[str, Any]:
+    """A config as a table spells it."""
+    return dataclasses.asdict(config)
