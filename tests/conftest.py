@@ -55,9 +55,12 @@ def fresh_dispatch(
         "FASTKERNELS_CHECK",
         "FASTKERNELS_STRICT",
         "FASTKERNELS_LOG",
+        "FASTKERNELS_JIT",
+        "FASTKERNELS_CACHE",
     ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "no-user-data"))
+    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path_factory.getbasetemp() / "no-user-data"))
     dispatch.reload_tables()
     yield
     dispatch.reload_tables()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import textwrap
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 
 import fastkernels
 from fastkernels import catalog, envs
-from fastkernels.core import archs, dispatch
+from fastkernels.core import archs, dispatch, extension, toolchain
 from fastkernels.core.device import named_device
 from fastkernels.core.table import file_name, read
 from fastkernels.errors import ArgumentError, TableError
 
-# Code made by CUDA 13 loads on drivers of this version and newer (CUDA Toolkit release notes).
-MINIMUM_DRIVER_CUDA = (13, 0)
+COMPILERS = {"cuda": "nvcc"} | {k: p.name for k, p in toolchain.PACKAGES.items()}
+# Read by setup.py alone; somebody who just built has them set.
+BUILD_VARIABLES = ("FASTKERNELS_NO_CUDA", "FASTKERNELS_RELEASE")
 PEERS = ("flashinfer-python", "fla-core", "flash-mla", "deep-gemm", "vllm")
 
 
@@ -45,14 +47,8 @@ def examine() -> list[Finding]:
         *_gpus(),
         _driver(),
         _package("apache-tvm-ffi", "the compiled library could not be bound"),
-        Finding(
-            "compiled library",
-            "missing",
-            "none: this version ships no compiled kernels",
-            "every call is served by a torch route",
-        ),
-        _package("triton", "configs outside the library cannot be compiled just in time"),
-        _package("nvidia-cutlass-dsl", "CuTe DSL configs cannot be compiled just in time"),
+        *_library(),
+        *_compilers(),
         _peers(),
         *_tables(),
         *_variables(),
@@ -64,6 +60,33 @@ def _package(name: str, cost: str) -> Finding:
         return Finding(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed", cost)
+
+
+def _library() -> list[Finding]:
+    """The compiled library, and what its build could not make."""
+    findings = [Finding("compiled library", *extension.state())]
+    manifest = extension.manifest()
+    if findings[0].state == "ok" and manifest is not None:
+        for entry in manifest["missing"]:
+            # The rest of a compiler's message was printed by the build.
+            cost = textwrap.shorten(entry["reason"], 200, placeholder=" ...")
+            findings.append(Finding("not in the library", "missing", entry["what"], cost))
+    return findings
+
+
+def _compilers() -> list[Finding]:
+    """What could compile a config that is not in the library."""
+    versions = toolchain.versions()
+    findings = []
+    for language, name in COMPILERS.items():
+        reasons = [toolchain.missing(language, arch) for arch in archs.ARCHS]
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            findings.append(Finding(name, "ok", versions[language]))
+        else:
+            cost = "configs outside the library cannot be compiled just in time in this language"
+            findings.append(Finding(name, "missing", reason, cost))
+    return findings
 
 
 def _peers() -> Finding:
@@ -103,8 +126,8 @@ def _driver() -> Finding:
     if status != 0:
         return Finding("driver", "wrong", f"cuDriverGetVersion gave {status}", "no GPU can be used")
     cuda = (version.value // 1000, version.value % 1000 // 10)
-    needed = ".".join(map(str, MINIMUM_DRIVER_CUDA))
-    if cuda < MINIMUM_DRIVER_CUDA:
+    needed = ".".join(map(str, toolchain.MINIMUM_DRIVER_CUDA))
+    if cuda < toolchain.MINIMUM_DRIVER_CUDA:
         cost = f"kernels need a driver for CUDA {needed} or newer (580 or newer)"
         return Finding("driver", "wrong", f"supports CUDA {cuda[0]}.{cuda[1]}", cost)
     return Finding("driver", "ok", f"supports CUDA {cuda[0]}.{cuda[1]}")
@@ -147,7 +170,7 @@ def _broken_tables(name: str) -> list[Finding]:
 
 def _complaint() -> str:
     """What reading the variables says about a value that is not legal."""
-    for read_variable in (envs.check_values, envs.strict, envs.logger):
+    for read_variable in (envs.check_values, envs.strict, envs.jit, envs.logger):
         try:
             read_variable()
         except ArgumentError as error:
@@ -156,7 +179,7 @@ def _complaint() -> str:
 
 
 def _variables() -> list[Finding]:
-    known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG)
+    known = (envs.TABLES, envs.CHECK, envs.STRICT, envs.LOG, envs.JIT, envs.CACHE, *BUILD_VARIABLES)
     findings = []
     for name, value in sorted(os.environ.items()):
         if name.startswith("FASTKERNELS_"):

@@ -23,6 +23,13 @@ STRICT = "FASTKERNELS_STRICT"
 LOG = "FASTKERNELS_LOG"
 """Log level by name (`DEBUG`, `INFO`, `WARNING`, ...); unset leaves it to the application."""
 
+JIT = "FASTKERNELS_JIT"
+"""What may be compiled just in time: `off`; `on` (default), Triton and CuTe DSL where they are
+installed; `cuda`, with nvcc, too."""
+
+CACHE = "FASTKERNELS_CACHE"
+"""Folder of kernels compiled just in time; default: `fastkernels` in the user's cache folder."""
+
 
 def tables_folder() -> Path | None:
     """The folder that FASTKERNELS_TABLES names; a leading ~ of a known user is expanded."""
@@ -55,6 +62,27 @@ def strict() -> bool:
     if value not in (None, "", "0", "1"):
         raise ArgumentError(f"{STRICT} is {value!r}, expected '0' or '1'")
     return value == "1"
+
+
+def jit() -> str:
+    value = os.environ.get(JIT) or "on"
+    if value not in ("off", "on", "cuda"):
+        raise ArgumentError(f"{JIT} is {value!r}, expected 'off', 'on' or 'cuda'")
+    return value
+
+
+def cache_folder() -> Path | None:
+    """Where kernels compiled just in time are kept; None for a user without a home."""
+    value = os.environ.get(CACHE)
+    if value:
+        return Path(os.path.expanduser(value))
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if cache:
+        return Path(cache) / "fastkernels"
+    try:
+        return Path.home() / ".cache" / "fastkernels"
+    except RuntimeError:
+        return None
 
 
 _seen: set[object] = set()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from fastkernels import cli, demo, envs
-from fastkernels.core import dispatch
+from fastkernels import cli, demo, doctor, envs
+from fastkernels.core import dispatch, extension
 from fastkernels.ops.gdn_decode.op import OPERATOR as GDN_DECODE
 
 
@@ -122,6 +122,21 @@ def test_doctor_reports_broken_tables_and_unknown_variables(
     wrong = [f for f in json.loads(result.stdout) if f["state"] == "wrong"]
     assert {f["name"] for f in wrong} == {"table gdn_decode", "FASTKERNELS_TABELS"}
     assert any("schema is 7" in f["cost"] for f in wrong)
+
+
+def test_doctor_lists_what_the_build_could_not_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each: compilers are long-winded, and the build printed it all."""
+    missing = [
+        {"what": "a kernel for sm90", "reason": "nvcc failed (1)\nerror: one\nerror: two"},
+        {"what": "a kernel for sm100", "reason": "word " * 1000},
+    ]
+    monkeypatch.setattr(extension, "state", lambda: extension.LibraryState("ok", "a library"))
+    monkeypatch.setattr(extension, "manifest", lambda: {"missing": missing})
+    findings = [f for f in doctor.examine() if f.name == "not in the library"]
+    assert [f.found for f in findings] == ["a kernel for sm90", "a kernel for sm100"]
+    assert {f.state for f in findings} == {"missing"}
+    assert findings[0].cost == "nvcc failed (1) error: one error: two"
+    assert len(findings[1].cost) <= 200
 
 
 def test_doctor_prints_what_it_found_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from fastkernels import envs
 from fastkernels.core import table as tables
 from fastkernels.core.device import DeviceInfo, index_of, named_device
+from fastkernels.core.extension import LaunchFailed
 from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
 from fastkernels.core.route import Operator, Route
 from fastkernels.core.spec import OpSpec
@@ -55,6 +56,7 @@ class Selection(NamedTuple):
 
 
 _memo: dict[ProblemKey, Selection] = {}
+_known: dict[tuple[str, tuple[Any, ...]], Known] = {}
 _tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
 _prepared: set[tuple[str, str, Any, DeviceInfo, int]] = set()
 _NOTHING: Mapping[str, tuple[Route, Any]] = MappingProxyType({})
@@ -69,8 +71,14 @@ _witnesses: ContextVar[tuple[list[tuple[ProblemKey, Selection]], ...]] = Context
 # ---- the call -----------------------------------------------------------------------------------
 
 
-def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
-    """Select a route for a checked problem, launch it, and return the filled outputs."""
+def run(
+    operator: Operator, problem: Problem, sizes: tuple[Any, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Select a route for a checked problem, launch it, and return the filled outputs.
+
+    `sizes` is anything hashable that the key of a legal call follows from: from now on `known` has
+    it.
+    """
     key = problem.key
     selection = select(operator, key)
     route, config = selection.route, selection.config
@@ -86,10 +94,49 @@ def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
     except (FastkernelsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise LaunchError(
-            f"{key.op}: route {route.name!r} with {config} failed on {key.describe()}: {error}"
-        ) from error
+        raise _launch_error(key, selection, error) from error
+    if sizes is not None and route.entry is not None and operator.name not in _forced.get():
+        if len(_known) >= _MEMO_LIMIT:
+            _known.clear()
+        _known[operator.name, sizes] = Known(route.entry(key, config), key, selection)
     return problem.outputs
+
+
+class Known(NamedTuple):
+    """A problem that was served before, and the library's entry bound to its kernel."""
+
+    entry: Callable[..., bool]
+    key: ProblemKey
+    selection: Selection
+
+
+def known(operator: Operator, sizes: tuple[Any, ...]) -> Known | None:
+    """What serves calls with these `sizes` the short way; None where there is no short way, a
+    route is forced, or somebody watches."""
+    found = _known.get((operator.name, sizes))
+    if found is None or _forced.get() or _witnesses.get():
+        return None
+    if found.selection.is_fallback and envs.strict():
+        return None
+    return found
+
+
+def enter(known: Known, *arguments: Any) -> bool:
+    """Straight to the library, which checks the arguments itself. False, with nothing launched,
+    where they are not plainly legal: then `run` has the words."""
+    try:
+        return known.entry(*arguments)
+    except LaunchFailed as error:
+        raise _launch_error(known.key, known.selection, error) from error
+    except Exception:  # an argument that is no tensor, or none that can be handed over
+        return False
+
+
+def _launch_error(key: ProblemKey, selection: Selection, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"{key.op}: route {selection.route.name!r} with {selection.config} failed on "
+        f"{key.describe()}: {error}"
+    )
 
 
 @contextmanager
@@ -332,6 +379,7 @@ def _remarks(table: Table, device: DeviceInfo) -> Iterator[str]:
 def reload_tables() -> None:
     """Forget every selection and table, so that the next call reads the files again."""
     _memo.clear()
+    _known.clear()
     _tables.clear()
 
 
@@ -366,7 +414,7 @@ def lint_table(operator: Operator, table: Table) -> list[str]:
             except ArgumentError as error:
                 problems.append(f"{where}: {error}")
                 continue
-            decline = route.declines(key, config)
+            decline = route.unsuited(key, config)  # a table outlives this installation
             if decline is not None:
                 problems.append(
                     f"{where}: route {route.name!r} declines {corner}: {decline.reason}"

@@ -35,6 +35,10 @@ def _no_objection(key: ProblemKey, device: DeviceInfo, config: Any) -> Decline |
     return None
 
 
+def _always_available(device: DeviceInfo, config: Any) -> Decline | None:
+    return None
+
+
 def _no_workspace(axes: Mapping[str, int], config: Any) -> int:
     return 0
 
@@ -48,9 +52,11 @@ class Route:
     `supports(key, device, config)` gives a Decline where the route cannot serve a problem of its
     architectures; upper limits of variable axes go into `max_axes` instead, so that a workspace
     bound stays monotone. `launch(inputs, outputs, workspace, config)` fills `outputs`.
+    `available(device, config)` gives a Decline where this installation lacks what the route needs.
     `prepare(key, config)` loads or compiles what a launch needs; a route that has one cannot be
-    first seen inside a graph capture. `workspace_bytes(axes, config)` must not decrease in any
-    variable axis.
+    first seen inside a graph capture. `entry(key, config)` gives the compiled call that a public
+    function makes without further ado once a problem's sizes were served. `workspace_bytes(axes,
+    config)` must not decrease in any variable axis.
     """
 
     name: str
@@ -62,10 +68,16 @@ class Route:
     supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None] = _no_objection
     max_axes: Mapping[str, int] = field(default_factory=dict)
     workspace_bytes: Callable[[Mapping[str, int], Any], int] = _no_workspace
+    available: Callable[[DeviceInfo, Any], Decline | None] = _always_available
     prepare: Callable[[ProblemKey, Any], None] | None = None
+    entry: Callable[[ProblemKey, Any], Callable[..., bool]] | None = None
 
     def declines(self, key: ProblemKey, config: Any) -> Decline | None:
-        """Why this route does not serve `key` with `config`; None if it does."""
+        """Why this installation does not serve `key` with this route and `config`, if so."""
+        return self.unsuited(key, config) or self.available(key.device, config)
+
+    def unsuited(self, key: ProblemKey, config: Any) -> Decline | None:
+        """Why no installation serves `key` with this route and `config`, if so."""
         if not self.is_for(key.device):
             return Decline(f"needs {' or '.join(self.archs)}, this device is {_name(key.device)}")
         for name, limit in self.max_axes.items():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastkernels.core.outputs import WORKSPACE_ALIGNMENT
 from fastkernels.core.problem import gradient_refusal, torch_dtype
@@ -89,6 +90,12 @@ def register(operator: Operator) -> None:
             _filling(operator, plan, plan.arguments, 1),
             lambda *values: None,
         )
+
+
+def is_traced(inputs: Any) -> bool:
+    """Whether an argument stands for a tensor without memory (FakeTensor): a kernel would follow a
+    null pointer, so such a call goes through the registered operator and its fake."""
+    return any(isinstance(value, FakeTensor) for value in inputs)
 
 
 def call(

@@ -1,0 +1,184 @@
+// Thin wrappers of PTX instructions (sm_90 and later); each names its section of the PTX ISA, and
+// adds nothing to what the instruction does.
+#pragma once
+
+#include <cstdint>
+
+namespace fastkernels::ptx {
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+// "cvt": to bfloat16 bits, to nearest even.
+__device__ __forceinline__ uint16_t to_bf16(float x) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+// "rcp": 1 / x to an ulp, 0 where that is below 2^-126. On the host, for tests of what uses it, a
+// division.
+__host__ __device__ __forceinline__ float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+  return x;
+#else
+  return 1.0f / x;
+#endif
+}
+
+// "ex2" and "lg2": to about 2^-22, relative and absolute (in the range of its use here).
+__device__ __forceinline__ float exp2(float x) {
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+  return x;
+}
+
+__device__ __forceinline__ float log2(float x) {
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+  return x;
+}
+
+// ---- addresses and cache policies ---------------------------------------------------------------
+
+// A generic pointer into shared memory as the 32-bit address that the instructions below take.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// "createpolicy": lines accessed under this policy are the first to leave L2.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// ---- global memory. Volatile, so that loads are issued where they stand, not where they are used
+// -
+
+// "ld.global.nc": the memory is not written while the kernel runs.
+__device__ __forceinline__ uint16_t load_constant(const uint16_t* pointer) {
+  uint16_t x;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(x) : "l"(pointer));
+  return x;
+}
+
+__device__ __forceinline__ uint2 load_constant(const uint2* pointer) {
+  uint2 x;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(pointer));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t load_constant(const uint32_t* pointer) {
+  uint32_t x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(pointer));
+  return x;
+}
+
+__device__ __forceinline__ float load_constant(const float* pointer) {
+  float x;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(pointer));
+  return x;
+}
+
+// "ld".
+__device__ __forceinline__ float4 load(const float* pointer) {
+  float4 x;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(pointer));
+  return x;
+}
+
+// "ld", passing L1 by, with an L2 cache policy.
+__device__ __forceinline__ float4 load_streaming(const float* pointer, uint64_t policy) {
+  float4 x;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(pointer), "l"(policy));
+  return x;
+}
+
+// "st".
+__device__ __forceinline__ void store(float* pointer, float4 x) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
+// "st", cache operator .cs: likely to be accessed once.
+__device__ __forceinline__ void store_streaming(float* pointer, float4 x) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
+// ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") -------------
+
+// "mbarrier.init".
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// "membar / fence": makes mbarrier.init visible to the async proxy.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// "mbarrier.arrive": one arrival, which also makes the phase wait for `bytes` (0 is legal).
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+
+// "mbarrier.try_wait": returns once the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- bulk copies ("Data Movement and Conversion Instructions: cp.async.bulk") -------------------
+
+// "cp.async.bulk", global to shared: addresses and `bytes` are multiples of 16; the bytes count
+// towards the barrier's phase.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// "cp.async.bulk", shared to global, in the thread's current bulk group.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// "cp.async.bulk.commit_group": closes the thread's current group, which may be empty.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// "cp.async.bulk.wait_group": until all but the newest `kPending` groups of this thread have read
+// their shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// "membar / fence": orders this thread's earlier ordinary accesses of shared memory before later
+// ones by the async proxy.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace fastkernels::ptx

@@ -1,0 +1,101 @@
+// What may be read off a tensor before a launch. A launcher says only "plainly legal" or not: the
+// messages about what is wrong are Python's (core/problem.py), which looks at the call again.
+#pragma once
+
+#include <dlpack/dlpack.h>
+#include <tvm/ffi/container/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+namespace fastkernels {
+
+constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kInt64{kDLInt, 64, 1};
+
+inline bool Equal(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+// A tensor argument with its address, and strides in elements (of axes of size 1: whatever they
+// are, they are never multiplied by more than 0).
+class View {
+ public:
+  explicit View(const DLTensor* t) : t_(t) {}
+
+  bool Is(DLDataType dtype, std::initializer_list<int64_t> shape) const {
+    return Equal(t_->dtype, dtype) && t_->ndim == static_cast<int>(shape.size()) &&
+           std::equal(shape.begin(), shape.end(), t_->shape) && t_->strides != nullptr;
+  }
+
+  // The last `dense` axes are contiguous among themselves.
+  bool IsDense(int dense) const {
+    int64_t expected = 1;
+    for (int i = t_->ndim - 1; i >= t_->ndim - dense; --i) {
+      if (t_->shape[i] > 1 && t_->strides[i] != expected) return false;
+      expected *= t_->shape[i];
+    }
+    return true;
+  }
+
+  bool IsOn(DLDevice device) const {
+    return t_->device.device_type == device.device_type && t_->device.device_id == device.device_id;
+  }
+
+  // Where elements exist, so does memory: a tensor that is traced, not real, has none.
+  bool HasMemory() const { return data() != 0 || IsEmpty(); }
+
+  bool IsEmpty() const {
+    return std::any_of(t_->shape, t_->shape + t_->ndim, [](int64_t size) { return size == 0; });
+  }
+
+  int64_t size(int axis) const { return t_->shape[axis]; }
+  int64_t stride(int axis) const { return t_->strides[axis]; }
+  int32_t ndim() const { return t_->ndim; }
+  DLDevice device() const { return t_->device; }
+  DLDataType dtype() const { return t_->dtype; }
+  uintptr_t data() const { return reinterpret_cast<uintptr_t>(t_->data) + t_->byte_offset; }
+  void* pointer() const { return reinterpret_cast<void*>(data()); }
+
+  // One past the last byte of the last element; the first byte is at data().
+  uintptr_t end() const {
+    if (IsEmpty()) return data();
+    int64_t last = 0;
+    for (int i = 0; i < t_->ndim; ++i) last += (t_->shape[i] - 1) * t_->strides[i];
+    return data() + static_cast<uintptr_t>(last + 1) * (t_->dtype.bits / 8);
+  }
+
+  // Byte ranges that are apart; ranges that meet may still share no element.
+  bool IsApartFrom(const View& other) const {
+    return IsEmpty() || other.IsEmpty() || end() <= other.data() || other.end() <= data();
+  }
+
+  // The start and every row along the axes before the last are multiples of `bytes`.
+  bool IsAligned(uintptr_t bytes) const {
+    if (data() % bytes != 0) return false;
+    for (int i = 0; i < t_->ndim - 1; ++i) {
+      if (t_->shape[i] > 1 && t_->strides[i] * (t_->dtype.bits / 8) % bytes != 0) return false;
+    }
+    return true;
+  }
+
+  // Every element has its own address: axes nest, each stride stepping over all inner ones.
+  // Other layouts may be legal; they are not recognised here.
+  bool IsPlainlyInjective() const {
+    int64_t reach = 0;  // elements spanned by the inner axes, less one
+    for (int i = t_->ndim - 1; i >= 0; --i) {
+      if (t_->shape[i] <= 1) continue;
+      if (t_->strides[i] <= reach) return false;
+      reach += (t_->shape[i] - 1) * t_->strides[i];
+    }
+    return true;
+  }
+
+ private:
+  const DLTensor* t_;
+};
+
+}  // namespace fastkernels

@@ -1,0 +1,104 @@
+"""Routes whose device code is compiled: from the library, else just in time.
+
+A plan is machine code that is ready on a device: `(entry of the library, handle)`. It is made when
+a problem is first selected, so a launch finds it in a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastkernels.core import extension, jit
+from fastkernels.core.device import DeviceInfo, device_info
+from fastkernels.core.kernels import Binary, Kernel
+from fastkernels.core.problem import ProblemKey
+from fastkernels.core.route import Decline, Route
+
+# What a library's entry returns when it launched nothing and Python should look at the call.
+REFUSED = False
+
+_plans: dict[tuple[str, str, Any, str], int] = {}
+_loaded: set[tuple[int, int]] = set()
+
+
+def compiled_route(
+    kernel: Kernel,
+    call: Callable[[Any, int, Any, tuple[torch.Tensor, ...]], bool],
+    supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None],
+) -> Route:
+    """A route over one kernel. `call(entry, plan, inputs, outputs)` hands a checked problem to the
+    operator's entry of the library and returns what it returns."""
+
+    def launch(
+        inputs: Any,
+        outputs: tuple[torch.Tensor, ...],
+        workspace: torch.Tensor | None,
+        config: Any,
+    ) -> None:
+        device = outputs[0].device
+        handle = plan(kernel, config, device_info(device).arch, device.index)
+        if not call(extension.function(kernel.op), handle, inputs, outputs):
+            raise RuntimeError("the library refuses a call that Python's checks let pass")
+
+    return Route(
+        kernel.name,
+        kernel.language,
+        kernel.archs,
+        kernel.config,
+        launch,
+        candidates=kernel.candidates,
+        supports=supports,
+        available=partial(available, kernel),
+        prepare=lambda key, config: _prepare(kernel, key, config),
+        entry=lambda key, config: partial(
+            extension.function(kernel.op),
+            plan(kernel, config, key.device.arch, key.device_index),
+            False,
+        ),
+    )
+
+
+def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None:
+    """Whether this installation has, or can make, the machine code."""
+    library = extension.load()
+    if isinstance(library, extension.LibraryState):
+        return Decline(f"the compiled library is {library.status}: {library.found}")
+    if extension.built(kernel, config, device.arch) is not None:
+        return None
+    reason = jit.declines(kernel, device.arch)
+    if reason is None:
+        return None
+    return Decline(f"{config} is not in the compiled library for {device.arch}, and {reason}")
+
+
+def plan(kernel: Kernel, config: Any, arch: str, device_index: int) -> int:
+    """The handle of a kernel's machine code, loaded on a device."""
+    identity = (kernel.op, kernel.name, config, arch)
+    handle = _plans.get(identity)
+    if handle is None:
+        handle = _plans[identity] = extension.open_plan(
+            kernel, config, _binaries(kernel, config, arch)
+        )
+    if (handle, device_index) not in _loaded:
+        extension.function("load_plan")(handle, device_index)
+        _loaded.add((handle, device_index))
+    return handle
+
+
+def _binaries(kernel: Kernel, config: Any, arch: str) -> list[tuple[int | bytes, Binary]]:
+    entries = extension.built(kernel, config, arch)
+    if entries is not None:
+        return [
+            (e["binary"], Binary(b"", e["symbol"], e["threads"], e["shared_bytes"]))
+            for e in entries
+        ]
+    made = [jit.binary(kernel, config, arch, variant) for variant in kernel.variants]
+    return [(binary.cubin, binary) for binary in made]
+
+
+def _prepare(kernel: Kernel, key: ProblemKey, config: Any) -> None:
+    plan(kernel, config, key.device.arch, key.device_index)

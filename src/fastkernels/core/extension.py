@@ -1,0 +1,166 @@
+"""The compiled library and its manifest: found and loaded when a kernel is first wanted.
+
+A library that is absent, damaged or made for another version is a state with words, which routes
+decline with and `fastkernels doctor` shows; it is never an import error and never a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastkernels.core.kernels import PACKAGE, Binary, Kernel, knobs
+from fastkernels.version import __version__
+
+SCHEMA = 1
+REBUILD = "build it with `make kernels` in a checkout, or install a wheel that holds it"
+
+
+class LaunchFailed(RuntimeError):
+    """The driver refused a launch; of a type of its own, so that it is no refused argument."""
+
+
+class LibraryState(NamedTuple):
+    """`status` is ok, missing or wrong; `cost` says what follows if it is not ok."""
+
+    status: str
+    found: str
+    cost: str = ""
+
+
+class Library(NamedTuple):
+    """A loaded library: its TVM-FFI module, and its manifest."""
+
+    module: Any
+    manifest: dict[str, Any]
+
+
+def folder() -> Path:
+    return PACKAGE / "_lib"
+
+
+@cache
+def manifest() -> dict[str, Any] | None:
+    """The manifest beside the library; None where nothing was built or it cannot be read."""
+    try:
+        found = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else None
+
+
+@cache
+def load() -> Library | LibraryState:
+    """The library, or why there is none. Loading needs neither a GPU nor a driver."""
+    cost = "calls are served by the torch routes"
+    found = manifest()
+    path = folder() / "manifest.json"
+    if found is None:
+        if os.path.lexists(path):
+            return LibraryState("wrong", f"{path} is no manifest of this version; {REBUILD}", cost)
+        return LibraryState("missing", f"none in {folder()}; {REBUILD}", cost)
+    if found["version"] != __version__:
+        text = f"made for fastkernels {found['version']}, this is {__version__}"
+        return LibraryState("wrong", f"{text}; {REBUILD}", cost)
+    if found["library"] is None:
+        reasons = "; ".join(f"{m['what']}: {m['reason']}" for m in found["missing"][:1])
+        return LibraryState("missing", f"not built ({reasons})", cost)
+    return _open(folder() / found["library"]["file"], found, cost)
+
+
+def _open(path: Path, found: dict[str, Any], cost: str) -> Library | LibraryState:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return LibraryState("wrong", f"{path} cannot be read: {error}; {REBUILD}", cost)
+    # A truncated library can end a process while it is mapped: look before.
+    if len(data) != found["library"]["bytes"]:
+        text = f"{path} has {len(data)} bytes, its manifest says {found['library']['bytes']}"
+        return LibraryState("wrong", f"{text}; {REBUILD}", cost)
+    if hashlib.sha256(data).hexdigest() != found["library"]["sha256"]:
+        return LibraryState("wrong", f"{path} is not what its manifest says; {REBUILD}", cost)
+    try:
+        import tvm_ffi  # late: a call on a CPU does not need it
+
+        tvm_ffi.register_error("LaunchFailed", LaunchFailed)
+        module = tvm_ffi.load_module(str(path))
+        version = module.get_function("version")()
+    except Exception as error:  # whatever a foreign library or another TVM-FFI raises
+        return LibraryState("wrong", f"{path} does not load: {error}", cost)
+    if version != __version__:
+        return LibraryState("wrong", f"{path} says it is version {version}; {REBUILD}", cost)
+    return Library(module, found)
+
+
+def state() -> LibraryState:
+    """What `fastkernels doctor` says about the library."""
+    library = load()
+    if isinstance(library, LibraryState):
+        return library
+    info = library.manifest["library"]
+    kernels = len({(k["op"], k["route"], str(k["config"])) for k in library.manifest["kernels"]})
+    archs = ", ".join(sorted({k["arch"] for k in library.manifest["kernels"]})) or "no architecture"
+    return LibraryState(
+        "ok", f"{info['file']}, {info['bytes'] / 1e6:.1f} MB: {kernels} kernels for {archs}"
+    )
+
+
+def built(kernel: Kernel, config: Any, arch: str) -> list[dict[str, Any]] | None:
+    """The manifest's entries of a kernel, in the order of its variants; None where the library
+    lacks one of them or was built from other sources."""
+    library = load()
+    if isinstance(library, LibraryState):
+        return None
+    wanted = (kernel.op, kernel.name, knobs(config), arch)
+    found = {
+        entry["variant"]: entry
+        for entry in library.manifest["kernels"]
+        if (entry["op"], entry["route"], entry["config"], entry["arch"]) == wanted
+        and entry["sources_sha256"] == _digest(kernel)
+    }
+    if any(variant not in found for variant in kernel.variants):
+        return None
+    return [found[variant] for variant in kernel.variants]
+
+
+@cache
+def _digest(kernel: Kernel) -> str:
+    return kernel.digest()
+
+
+_ARGUMENTS = {"cuda": 0, "cute": 1, "triton": 2}  # enum class Arguments of csrc/common/cubin.h
+
+
+def open_plan(kernel: Kernel, config: Any, binaries: list[tuple[int | bytes, Binary]]) -> int:
+    """A handle of a kernel's machine code: per variant an index into the library or a cubin."""
+    library = load()
+    assert isinstance(library, Library)
+    return int(
+        library.module.get_function("open_plan")(
+            f"{kernel.op}: route {kernel.name!r} with {config}",
+            _ARGUMENTS[kernel.language],
+            [code for code, _ in binaries],
+            [binary.symbol for _, binary in binaries],
+            [binary.threads for _, binary in binaries],
+            [binary.shared_bytes for _, binary in binaries],
+            list(kernel.tile(config)),
+        )
+    )
+
+
+def function(name: str) -> Any:
+    """An entry of the loaded library."""
+    library = load()
+    assert isinstance(library, Library)
+    return library.module.get_function(name)
+
+
+def forget() -> None:
+    """Look at the files again; plans that are open stay."""
+    manifest.cache_clear()
+    load.cache_clear()
+    _digest.cache_clear()
