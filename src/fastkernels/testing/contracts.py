@@ -54,7 +54,7 @@ def check_given_outputs(
     spec = operator.spec
     updates = case.mode in ("inplace", "pool")
     wanted = spec.outputs[:1] if updates else spec.outputs
-    axes = _all_axes(operator, case)
+    axes = all_axes(operator, case)
     guards = hostile.guarded_outputs(wanted, axes, device, layout)
     watch = hostile.Watch(spec, inputs)
     out: Any = tuple(guard.tensor for guard in guards)
@@ -91,7 +91,7 @@ def _inputs(operator: Operator, case: Case, device: str) -> Any:
     return catalog.module(operator.name, "inputs").make_inputs(case, torch.device(device))
 
 
-def _all_axes(operator: Operator, case: Case) -> dict[str, int]:
+def all_axes(operator: Operator, case: Case) -> dict[str, int]:
     spec = operator.spec
     axes = {axis.name: axis.value for axis in spec.axes if axis.value is not None} | case.axes
     for axis in spec.axes:

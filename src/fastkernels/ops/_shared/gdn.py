@@ -23,6 +23,9 @@ from fastkernels.errors import ArgumentError
 MODES = ("functional", "inplace", "pool")
 UPDATE_OPTIONS = ("read_indices", "write_indices", "inplace")
 
+MIXED_INDICES = "mixed_indices"
+"""Trait of a call in pool form whose index tensors differ in dtype."""
+
 POOL_STATE = ("num_slots", "num_v_heads", "head_size", "head_size")
 STATE_HINT = (
     "the state is float32 [.., V, K] with K contiguous; bfloat16 states are not supported yet"
@@ -93,7 +96,13 @@ def bind_call(spec: OpSpec, inputs: Any, out: Any, workspace: Any) -> Problem:
     check_workspace(spec, inputs, workspace, outputs, device)
     if envs.check_values() and form.mode == "pool":
         check_slots(spec.name, inputs)
-    return Problem(problem_key(spec, axes, device, form.mode), inputs, outputs, workspace)
+    traits = () if _widths_agree(inputs) else (MIXED_INDICES,)
+    return Problem(problem_key(spec, axes, device, form.mode, traits), inputs, outputs, workspace)
+
+
+def _widths_agree(inputs: Any) -> bool:
+    read, write = inputs.read_indices, inputs.write_indices
+    return write is None or read.dtype == write.dtype
 
 
 def check_updated_state(spec: OpSpec, inputs: Any) -> None:

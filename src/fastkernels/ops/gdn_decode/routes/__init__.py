@@ -1,5 +1,5 @@
 """Routes of gdn_decode, the safe one last."""
 
-from fastkernels.ops.gdn_decode.routes import torch_recurrent
+from fastkernels.ops.gdn_decode.routes import library, torch_recurrent
 
-ROUTES = (torch_recurrent.ROUTE,)
+ROUTES = (*library.ROUTES, torch_recurrent.ROUTE)
