@@ -1,0 +1,23 @@
+"""What can go wrong, with the exit status that says so."""
+
+from __future__ import annotations
+
+
+class TunerError(Exception):
+    exit_code = 2
+
+
+class SourceError(TunerError):
+    """A sweep or rule file is malformed, or was made for another version of the operator."""
+
+
+class EvidenceError(TunerError):
+    """A sound source does not carry a table: failures, missing rows, a table that lint rejects."""
+
+    exit_code = 5
+
+
+class UnfitError(TunerError):
+    """The machine does not let us write."""
+
+    exit_code = 3

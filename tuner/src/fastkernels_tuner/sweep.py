@@ -1,0 +1,356 @@
+"""A sweep file of `bench/run.py --sweep`, fitted into the draft of a measured table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from fastkernels.core.device import DeviceInfo
+from fastkernels.core.problem import ProblemKey, key_from_axes
+from fastkernels.core.route import Decline, Operator
+from fastkernels.core.table import Regime
+from fastkernels.errors import ArgumentError
+from fastkernels_tuner import read
+from fastkernels_tuner.emit import Draft, Source
+from fastkernels_tuner.errors import EvidenceError, SourceError
+from fastkernels_tuner.fit import Candidate, Grid, Sample, Segment, evidence, fit
+
+SCHEMA = 1
+Constants = tuple[tuple[str, int], ...]  # those that differ from the definition's
+Group = tuple[str, Constants]  # mode, constants
+
+
+class Row(NamedTuple):
+    """One problem served by one candidate; no times where it failed."""
+
+    problem: str
+    group: Group
+    size: int
+    candidate: Candidate
+    times_us: tuple[float, float, float] | None  # median, p10, p90
+    trials: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every row of a file has in common."""
+
+    where: str
+    operator: Operator
+    device: DeviceInfo
+    axis: str  # the one that varies
+    iterations: int  # calls behind each median
+
+    def key(self, axes: dict[str, int], mode: str) -> ProblemKey:
+        return key_from_axes(self.operator.spec, axes, self.device, mode)
+
+    def group(self, key: ProblemKey) -> Group:
+        sizes = dict(key.axes)
+        constants = self.operator.spec.constants.items()
+        return key.mode, tuple((n, sizes[n]) for n, value in constants if sizes[n] != value)
+
+    def unsuited(self, key: ProblemKey, candidate: Candidate) -> Decline | None:
+        route = self.operator.route(candidate.route)
+        assert route is not None
+        return route.unsuited(key, route.make_config(candidate.config))
+
+
+def draft(path: Path) -> Draft:
+    source = Source.read(path)
+    where = str(path)
+    try:
+        data = json.loads(source.text)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{where}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{where}: expected a JSON object")
+    read.expect(data, "schema", SCHEMA, where)
+    read.expect(data, "kind", "sweep", where)
+    operator = read.operator(data, where)
+    axis = _variable_axis(operator)
+    read.expect(data, "spec_digest", operator.spec.digest, f"{where}: stale")
+    setting = Setting(where, operator, _device(data, where), axis, _iterations(data, where))
+    rows = _rows(data, setting)
+    failed = _failed(rows) | _crashed(data, setting)
+    grids = _grids(rows, failed, setting)
+    limits = (operator.spec.axis[axis].at_least, max(row.size for row in rows))
+    _check_coverage(grids, limits, setting)
+    return Draft(
+        source=source,
+        option="sweep",
+        operator=operator,
+        status="measured",
+        device=setting.device,
+        provenance=_provenance(source, data, where),
+        limits={axis: limits},
+        regimes=tuple(
+            regime
+            for group, grid in grids.items()
+            for regime in _regimes(grid, group, limits, setting)
+        ),
+        notes=(*failed.values(), *_unmeasured(data)),
+    )
+
+
+def _variable_axis(operator: Operator) -> str:
+    axes = operator.spec.variable_axes
+    if len(axes) != 1:
+        raise SourceError(
+            f"{operator.name} varies in {', '.join(axes)}; emit fits regimes along one axis so far"
+        )
+    return axes[0]
+
+
+def _device(data: dict[str, Any], where: str) -> DeviceInfo:
+    device = read.get(data, "device", dict, where)
+    where = f"{where}: device"
+    return DeviceInfo(
+        read.get(device, "arch", str, where),
+        read.get(device, "product", str, where),
+        read.get(device, "num_sms", int, where),
+    )
+
+
+def _provenance(source: Source, data: dict[str, Any], where: str) -> dict[str, Any]:
+    code = read.get(data, "code", dict, where)
+    commit = read.get(code, "commit", str, f"{where}: code")
+    dirty = read.get(code, "dirty", bool, f"{where}: code")
+    versions = read.get(data, "versions", dict, where) | {"driver": data["device"].get("driver")}
+    return source.provenance(
+        commit=f"{commit}-dirty" if dirty else commit,
+        created=read.moment(data, where),
+        # Peers are no part of a table; a null says that a package was absent.
+        versions={n: version for n, version in sorted(versions.items()) if type(version) is str},
+        protocol=read.get(data, "protocol", dict, where),
+    )
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def _rows(data: dict[str, Any], setting: Setting) -> list[Row]:
+    rows, seen = [], set()
+    for entry, where in _entries(data, "rows", setting.where):
+        row = _row(entry, setting, where)
+        identity = row._replace(times_us=None, trials=0)
+        if identity in seen:
+            raise SourceError(f"{where}: {row.candidate} is there twice for {row.problem}")
+        seen.add(identity)
+        rows.append(row)
+    if not rows:
+        raise EvidenceError(f"{setting.where}: no rows")
+    return rows
+
+
+def _entries(data: dict[str, Any], name: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    for i, entry in enumerate(read.get(data, name, list, where)):
+        if not isinstance(entry, dict):
+            raise SourceError(f"{where}: {name}[{i}] is {entry!r}, expected an object")
+        yield entry, f"{where}: {name}[{i}]"
+
+
+def _row(entry: dict[str, Any], setting: Setting, where: str) -> Row:
+    key = _key(entry, setting, where)
+    is_right = read.get(entry, "failures", int, where) == 0 and _is_within(
+        read.get(entry, "error", dict, where), f"{where}: error"
+    )
+    return Row(
+        f"{read.get(entry, 'list', str, where)} {read.get(entry, 'id', str, where)}",
+        setting.group(key),
+        key.axis(setting.axis),
+        _candidate(entry, setting, where),
+        _times(read.get(entry, "us", dict, where), f"{where}: us") if is_right else None,
+        read.get(entry, "trials", int, where),
+    )
+
+
+def _key(entry: dict[str, Any], setting: Setting, where: str) -> ProblemKey:
+    try:
+        return setting.key(
+            read.get(entry, "axes", dict, where), read.get(entry, "mode", str, where)
+        )
+    except ArgumentError as error:
+        raise SourceError(f"{where}: {error}") from None
+
+
+def _candidate(entry: dict[str, Any], setting: Setting, where: str) -> Candidate:
+    name, knobs = read.get(entry, "route", str, where), read.get(entry, "config", dict, where)
+    return read.candidate(setting.operator, name, knobs, where)
+
+
+def _is_within(error: dict[str, Any], where: str) -> bool:
+    value, limit = _number(error.get("value"), where), _number(error.get("limit"), where)
+    return value <= limit  # NaN is not
+
+
+def _iterations(data: dict[str, Any], where: str) -> int:
+    count = data.get("protocol", {}).get("iterations")
+    if type(count) is not int or count < 1:
+        raise SourceError(f"{where}: protocol has iterations = {count!r}, expected a count")
+    return count
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) not in (int, float):
+        raise SourceError(f"{where} has {value!r}, expected a number")
+    return float(value)
+
+
+def _times(data: dict[str, Any], where: str) -> tuple[float, float, float]:
+    middle, low, high = (_number(data.get(name), where) for name in ("median", "p10", "p90"))
+    if not 0.001 <= low <= middle <= high < math.inf:
+        raise SourceError(f"{where} is {data}, expected 0.001 <= p10 <= median <= p90")
+    return middle, low, high
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def _failed(rows: list[Row]) -> dict[Candidate, str]:
+    """Candidates that were wrong somewhere, each with a note. They are out everywhere: a kernel
+    that is wrong at one size is not trusted at another."""
+    return {
+        row.candidate: f"{row.candidate} is out: wrong on {row.problem}, {_describe(row.group)}"
+        for row in reversed(rows)
+        if row.times_us is None
+    }
+
+
+def _crashed(data: dict[str, Any], setting: Setting) -> dict[Candidate, str]:
+    """Candidates that could not be measured on a problem that they should serve: out as well."""
+    notes = {}
+    for entry, where in _entries({"left_out": []} | data, "left_out", setting.where):
+        if "route" in entry:
+            key, candidate = _key(entry, setting, where), _candidate(entry, setting, where)
+            if setting.unsuited(key, candidate) is None:
+                notes[candidate] = f"{candidate} is out: {entry.get('why')} ({key.describe()})"
+    return notes
+
+
+def _unmeasured(data: dict[str, Any]) -> Iterator[str]:
+    """Problems that were not measured at all."""
+    for entry in data.get("left_out", ()):
+        if "route" not in entry:
+            yield f"not measured: {entry.get('id')}, mode {entry.get('mode')}: {entry.get('why')}"
+
+
+# ---- grids --------------------------------------------------------------------------------------
+
+
+def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> dict[Group, Grid]:
+    pools: dict[Group, dict[int, dict[Candidate, list[Row]]]] = defaultdict(dict)
+    for row in rows:
+        pool = pools[row.group].setdefault(row.size, {})
+        if row.candidate not in failed:
+            pool.setdefault(row.candidate, []).append(row)
+    for group, sizes in pools.items():
+        for size, pool in sizes.items():
+            if not pool:
+                raise EvidenceError(
+                    "\n  ".join(
+                        [
+                            f"{setting.where}: no candidate without failures serves "
+                            f"{_describe(group)}: {setting.axis} = {size}",
+                            *failed.values(),
+                        ]
+                    )
+                )
+    n = setting.iterations
+    return {
+        group: Grid(
+            {
+                size: {candidate: _pool(found, n) for candidate, found in pool.items()}
+                for size, pool in sizes.items()
+            }
+        )
+        for group, sizes in sorted(pools.items(), key=lambda item: item[0])
+    }
+
+
+# Of normal scatter: p90 lies 1.2816 sigma from the median, and the median of n calls is known to
+# 1.96 * 1.2533 sigma / sqrt(n) with 95 % confidence.
+_P90_TO_MEDIAN = 1.96 * 1.2533 / 1.2816
+
+
+def _pool(rows: list[Row], iterations: int) -> Sample:
+    """Problems of one size are one sample: the median of what each of them shows. Its spread is how
+    well that median is known, not how far single calls scatter."""
+    times = [row.times_us for row in rows if row.times_us is not None]
+    middle, low, high = (1000 * median(column) for column in zip(*times, strict=True))
+    spread = max(high - middle, middle - low) * min(1.0, _P90_TO_MEDIAN / math.sqrt(iterations))
+    return Sample(round(middle), round(spread), len(rows), sum(row.trials for row in rows))
+
+
+def _check_coverage(grids: dict[Group, Grid], limits: tuple[int, int], setting: Setting) -> None:
+    """Every mode, and both ends of the limits in every group: nothing is extrapolated upwards."""
+    low, high = limits
+    low = max(low, 1)  # a call with nothing in it launches nothing
+    missing = []
+    for group in sorted({*grids, *((mode, ()) for mode in setting.operator.spec.modes)}):
+        sizes = grids[group].sizes if group in grids else ()
+        if not sizes or sizes[0] > low:
+            missing.append(f"{_describe(group)}: {setting.axis} = {low}")
+        if not sizes or sizes[-1] < high:
+            missing.append(f"{_describe(group)}: {setting.axis} = {high}")
+    if missing:
+        raise EvidenceError(
+            "\n  ".join(
+                [
+                    f"{setting.where}: rows are missing, since every mode and choice of constants "
+                    f"must reach from {low} to {high}:",
+                    *missing,
+                ]
+            )
+        )
+
+
+def _describe(group: Group) -> str:
+    mode, constants = group
+    return ", ".join([f"mode {mode}", *(f"{name} = {size}" for name, size in constants)])
+
+
+# ---- regimes ------------------------------------------------------------------------------------
+
+
+def _regimes(grid: Grid, group: Group, limits: tuple[int, int], setting: Setting) -> list[Regime]:
+    mode, constants = group
+
+    def takes(candidate: Candidate, size: int) -> bool:
+        key = setting.key({setting.axis: size, **dict(constants)}, mode)
+        return setting.unsuited(key, candidate) is None
+
+    segments = fit(grid)
+    lasts = [boundary(lower, upper, takes) for lower, upper in pairwise(segments)]
+    lows = [limits[0], *(last + 1 for last in lasts)]
+    highs = [*lasts, limits[1]]
+    return [
+        Regime(
+            mode=mode,
+            axes={setting.axis: (low, high)},
+            constants={name: (size, size) for name, size in constants},
+            route=segment.candidate.route,
+            config=segment.candidate.config,
+            evidence=evidence(grid, segments, i, setting.axis),
+        )
+        for i, (segment, low, high) in enumerate(zip(segments, lows, highs, strict=True))
+    ]
+
+
+def boundary(lower: Segment, upper: Segment, takes: Callable[[Candidate, int], bool]) -> int:
+    """The last size of `lower`: nothing was measured between the two, so the midpoint, or what is
+    nearest to it such that each side takes the size that the boundary gives it."""
+    last, first = lower.sizes[-1], upper.sizes[0]
+    middle = (last + first) // 2
+    legal = (
+        size
+        for size in range(last, first)
+        if takes(lower.candidate, size) and takes(upper.candidate, size + 1)
+    )
+    return min(legal, key=lambda size: abs(size - middle), default=middle)

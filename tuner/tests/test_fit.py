@@ -1,0 +1,159 @@
+"""The fit by its properties: what it covers, what it admits, which boundaries it keeps."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastkernels_tuner.fit import Candidate, Grid, Sample, Segment, evidence, fit, margin
+from fastkernels_tuner.sweep import boundary
+
+A, B, C = (Candidate(name, (("tile", 1),)) for name in "abc")
+
+
+def grid(spread: int = 10, **times: list[int]) -> Grid:
+    """Times of candidates by name at sizes 1, 2, 4, ...; 0: not measured."""
+    sizes = [2**i for i in range(max(map(len, times.values())))]
+    return Grid(
+        {
+            size: {
+                Candidate(name, (("tile", 1),)): Sample(column[i], spread, 1, 50)
+                for name, column in times.items()
+                if column[i]
+            }
+            for i, size in enumerate(sizes)
+        }
+    )
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    """Every size has at least one sample; times close enough for ties and weak boundaries."""
+    names = [*"abcd"][: draw(st.integers(1, 4))]
+    sizes = draw(st.lists(st.integers(0, 2000), min_size=1, max_size=6, unique=True))
+    sample = st.builds(Sample, st.integers(100, 160), st.integers(0, 30), st.just(1), st.just(50))
+    samples = {}
+    for size in sizes:
+        measured = [n for n in names if draw(st.integers(0, 9))] or names[:1]
+        samples[size] = {Candidate(n, (("tile", 1),)): draw(sample) for n in measured}
+    return Grid(samples)
+
+
+@given(grids())
+def test_segments_partition_the_sizes_in_order(found: Grid) -> None:
+    assert sum((segment.sizes for segment in fit(found)), ()) == found.sizes
+
+
+@given(grids())
+def test_every_boundary_is_defended_from_both_sides(found: Grid) -> None:
+    """The spread rule, and that the numbers a table shows satisfy its lint."""
+    segments = fit(found)
+    for i, (lower, upper) in enumerate(pairwise(segments)):
+        assert lower.candidate != upper.candidate
+        for j, segment, rival in ((i, lower, upper.candidate), (i + 1, upper, lower.candidate)):
+            if rival not in found.measured_on(segment.sizes):
+                continue
+            assert margin(found, segment, rival).spreads > 1
+            shown = evidence(found, segments, j, "rows")
+            assert shown["margin"] * shown["worst_us"] > shown["spread_us"]
+
+
+@given(grids())
+def test_every_size_gets_an_admissible_candidate_unless_a_boundary_was_too_weak(
+    found: Grid,
+) -> None:
+    segments = fit(found)
+    for segment in segments:
+        if all(found.is_admissible(segment.candidate, size) for size in segment.sizes):
+            continue
+        # Then it came from a merge, and nothing else would lose less at worst.
+        assert len(segment.sizes) > 1
+        worst = found.worst_loss(segment.candidate, segment.sizes)
+        others = found.measured_on(segment.sizes)
+        assert worst == min(found.worst_loss(other, segment.sizes) for other in others)
+
+
+@given(grids())
+def test_neighbours_could_not_be_one_admissible_segment(found: Grid) -> None:
+    segments = fit(found)
+    for lower, upper in pairwise(segments):
+        sizes = lower.sizes + upper.sizes
+        for candidate in found.measured_on(sizes):
+            assert not all(found.is_admissible(candidate, size) for size in sizes)
+
+
+@given(grids(), st.randoms(use_true_random=False))
+def test_the_order_of_samples_does_not_matter(found: Grid, shuffle: random.Random) -> None:
+    sizes = list(found.samples.items())
+    shuffle.shuffle(sizes)
+    shuffled = {}
+    for size, row in sizes:
+        candidates = list(row.items())
+        shuffle.shuffle(candidates)
+        shuffled[size] = dict(candidates)
+    segments, again = fit(found), fit(Grid(shuffled))
+    assert segments == again
+    for i in range(len(segments)):
+        assert evidence(found, segments, i, "rows") == evidence(Grid(shuffled), again, i, "rows")
+
+
+@given(grids())
+def test_evidence_is_what_the_lint_takes(found: Grid) -> None:
+    segments = fit(found)
+    for i, segment in enumerate(segments):
+        shown = evidence(found, segments, i, "rows")
+        assert shown["margin"] >= 0
+        assert shown["spread_us"] > 0
+        assert shown["at"]["rows"] in segment.sizes
+        assert shown["cases"] == len(segment.sizes)
+
+
+@given(st.integers(0, 50), st.integers(1, 100), st.integers(-5, 150), st.integers(-5, 150))
+def test_a_boundary_is_near_the_middle_and_legal(
+    last: int, gap: int, lower_max: int, upper_min: int
+) -> None:
+    first = last + gap
+    lower, upper = Segment((last,), A), Segment((first,), B)
+
+    def takes(candidate: Candidate, size: int) -> bool:
+        return size <= lower_max if candidate == A else size >= upper_min
+
+    found = boundary(lower, upper, takes)
+    assert last <= found < first
+    legal = [s for s in range(last, first) if takes(A, s) and takes(B, s + 1)]
+    middle = (last + first) // 2
+    assert found == (min(legal, key=lambda s: (abs(s - middle), s)) if legal else middle)
+
+
+def test_as_few_segments_as_the_spread_allows() -> None:
+    # b is best only at size 2, and there by no more than the spread.
+    assert fit(grid(a=[100, 110, 100], b=[150, 100, 150])) == [Segment((1, 2, 4), A)]
+    # By one nanosecond more it is a regime of its own.
+    assert [s.candidate for s in fit(grid(a=[100, 111, 100], b=[150, 100, 150]))] == [A, B, A]
+
+
+def test_a_compromise_beats_two_regimes() -> None:
+    found = grid(a=[100, 150], b=[150, 100], c=[109, 109])
+    assert fit(found) == [Segment((1, 2), C)]
+
+
+def test_ties_go_to_the_lower_total_then_to_the_name() -> None:
+    assert fit(grid(a=[101, 100], b=[100, 100])) == [Segment((1, 2), B)]
+    assert fit(grid(b=[100, 100], a=[100, 100])) == [Segment((1, 2), A)]
+
+
+def test_a_weak_boundary_goes() -> None:
+    """a is within the spread at 1 and 2, d is not, though it loses only 3 against a: too little for
+    a boundary, with a spread of 10."""
+    found = grid(a=[109, 109, 200], b=[100, 200, 200], c=[200, 100, 200], d=[112, 112, 100])
+    (segment,) = fit(found)
+    assert segment.candidate.route == "d"
+    assert evidence(found, [segment], 0, "rows")["slowdown"] == 0.12
+
+
+def test_a_candidate_that_takes_part_of_the_sizes_may_serve_them() -> None:
+    segments = fit(grid(a=[50, 60, 0], b=[100, 110, 120]))
+    assert segments == [Segment((1, 2), A), Segment((4,), B)]
