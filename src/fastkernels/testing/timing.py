@@ -1,10 +1,10 @@
-"""Timers for demonstrations and tests. Published figures need CUPTI and a cold L2; these do not."""
+"""Timers for demonstrations and tests, and of the host. Published GPU times come from `cupti`."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,3 +59,53 @@ def _event_us(function: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
+
+
+def host_us(
+    call: Callable[[], Any],
+    synchronize: Callable[[], Any],
+    calls: int = 200,
+    batches: int = 5,
+) -> float:
+    """Microseconds until an asynchronous call returns: median over batches of `calls` calls.
+
+    A batch is small enough not to fill the launch queue (about a thousand kernels), beyond which a
+    call waits for the GPU; synchronisation between batches is not counted.
+    """
+    return statistics.median(_batches(call, synchronize, calls, batches))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Host time of the first and the last tenth of many calls, and memory that they left behind."""
+
+    calls: int
+    first_us: float
+    last_us: float
+    kept_bytes: int
+
+
+def host_growth(
+    call: Callable[[], Any],
+    synchronize: Callable[[], Any],
+    allocated: Callable[[], int],
+    calls: int = 10_000,
+) -> Growth:
+    """Whether call number 10,000 costs more than the first; `allocated` tells the bytes in use."""
+    before = allocated()
+    samples = list(_batches(call, synchronize, max(1, calls // 50), 50))
+    return Growth(
+        calls, statistics.median(samples[:5]), statistics.median(samples[-5:]), allocated() - before
+    )
+
+
+def _batches(
+    call: Callable[[], Any], synchronize: Callable[[], Any], calls: int, batches: int
+) -> Iterator[float]:
+    for _ in range(batches):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        yield (time.perf_counter() - start) / calls * 1e6
+    synchronize()

@@ -1,0 +1,388 @@
+"""Rows on a GPU: judged first, then timed with CUPTI beside peers and floor, on a cold L2."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from bench import facts, floor
+from bench.peers import TOLERANCE, Found, Peer
+from bench.sets import SETS, Sets, Verdict, by_oracle, check, num_sets
+from bench.summary import finite, summarise
+from fastkernels.core import dispatch
+from fastkernels.core.route import Operator
+from fastkernels.ops._shared.cases import Case
+from fastkernels.testing import cupti, timing
+from fastkernels.testing.compare import as_tuple, clone
+
+OURS = "ours"
+PROTOCOL = {
+    "timer": "cupti", "l2": "cold", "order": "interleaved", "statistic": "median",
+    "inputs": f"fresh pool of {SETS}",
+}  # fmt: skip
+HOST = (
+    "host_us (outputs allocated) and host_out_us (outputs given): microseconds until an eager call"
+    " returns, median of 5 batches of 200 calls without synchronisation, no profiler attached;"
+    " measured once per (axes, mode) and copied to the rows of it"
+)
+
+
+class RowFailed(Exception):
+    """A row that is not published, and why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how thoroughly. `trials`: judged calls on fresh draws before timing."""
+
+    device: torch.device
+    iterations: int = 30
+    trials: int = 5
+    budget_s: float = 1e9
+    host_calls: int = 200
+    growth_calls: int = 10_000
+
+
+@dataclass
+class Bench:
+    """One run over an operator's rows."""
+
+    operator: Operator
+    work: ModuleType
+    peers: Found
+    options: Options
+    say: Callable[[str], None]
+    host: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    growth: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[dict[str, Any]] = field(default_factory=list)
+    table: str | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    # ---- host times, without a profiler ---------------------------------------------------------
+
+    def measure_host(self, cases: Sequence[Case]) -> None:
+        """Once per (axes, mode). What fails here fails again, and is recorded, with its row."""
+        for case in cases:
+            if _identity(case) in self.host:
+                continue
+            try:
+                self.host[_identity(case)] = self._host(case)
+            except Exception as error:
+                torch.cuda.synchronize(self.options.device)  # raises if the device is lost
+                self.host[_identity(case)] = {"peers": {}}
+                self.say(f"host {case.axes} {case.mode}: {cupti.describe(error)}")
+        try:
+            self.growth = self._growth(cases)
+        except Exception as error:
+            torch.cuda.synchronize(self.options.device)
+            self.say(f"host growth: {cupti.describe(error)}")
+
+    def _host(self, case: Case) -> dict[str, Any]:
+        work, function = self.work, self.operator.function
+        inputs = work.fresh_inputs(case, case.seed, self.options.device)
+        live, out = work.live(inputs)._asdict(), work.outputs(inputs)
+        given = out if len(out) > 1 else out[0]
+        selection = _served(partial(function, **live))
+        # A route of many launches must not fill the queue.
+        calls = self.options.host_calls // (10 if selection.route.language == "torch" else 1)
+        found: dict[str, Any] = {
+            "host_us": self._host_us(partial(function, **live), calls),
+            "host_out_us": self._host_us(partial(function, **live, out=given), calls),
+            "peers": {},
+        }
+        for peer in self.peers.peers:
+            if case.mode not in peer.modes:
+                continue
+            try:
+                found["peers"][peer.name] = self._host_us(
+                    peer.bind(inputs, case.mode).run, self.options.host_calls
+                )
+            except Exception as error:
+                torch.cuda.synchronize(self.options.device)
+                self.say(f"host of {peer.name}, {case.axes}: {cupti.describe(error)}")
+        self.say(
+            f"host {_sizes(case)} {case.mode}: {found['host_out_us']} us with out,"
+            f" {found['host_us']} without; {found['peers']} ({selection.route.name})"
+        )
+        return found
+
+    def _host_us(self, call: Callable[[], object], calls: int) -> float:
+        synchronize = partial(torch.cuda.synchronize, self.options.device)
+        for _ in range(20):
+            call()
+        return round(timing.host_us(call, synchronize, calls), 2)
+
+    def _growth(self, cases: Sequence[Case]) -> dict[str, Any]:
+        case = min(cases, key=lambda case: self.work.moved_bytes(case))
+        inputs = self.work.live(self.work.fresh_inputs(case, case.seed, self.options.device))
+        call = partial(self.operator.function, **inputs._asdict())
+        self._host_us(call, 1)
+        device = self.options.device
+        grown = timing.host_growth(
+            call,
+            partial(torch.cuda.synchronize, device),
+            partial(torch.cuda.memory_allocated, device),
+            self.options.growth_calls,
+        )
+        found = dataclasses.asdict(grown) | {"axes": case.axes, "mode": case.mode}
+        self.say(f"host over {grown.calls} calls: {found}")
+        return found
+
+    # ---- rows -----------------------------------------------------------------------------------
+
+    def measure(
+        self, rows: Sequence[tuple[str, Case]], recorder: cupti.Recorder, save: Callable[[], None]
+    ) -> None:
+        for number, (listed, case) in enumerate(rows, 1):
+            name = (
+                f"[{number}/{len(rows)} {self.elapsed():.0f} s] {listed} {_sizes(case)} {case.mode}"
+            )
+            if self.elapsed() > self.options.budget_s:
+                self._miss(listed, case, "time budget used up")
+                continue
+            try:
+                row = self.row(listed, case, recorder)
+            except Exception as error:
+                torch.cuda.synchronize(self.options.device)  # raises if the device is lost
+                why = str(error) if isinstance(error, RowFailed) else cupti.describe(error)
+                self._miss(listed, case, why)
+                self.say(f"{name}: MISSING: {why}")
+                continue
+            self.rows.append(row)
+            self.say(f"{name}: {_line(row)}")
+            if number % 20 == 0:
+                save()
+
+    def _miss(self, listed: str, case: Case, why: str) -> None:
+        self.missing.append(
+            {"list": listed, "id": _id(case), "axes": case.axes, "mode": case.mode, "why": why}
+        )
+
+    def row(self, listed: str, case: Case, recorder: cupti.Recorder) -> dict[str, Any]:
+        device, work = self.options.device, self.work
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        count = num_sets(work, case, free)
+        if count == 0:
+            raise RowFailed(f"needs more than the {free / 1e9:.0f} GB that are free")
+        own = work.own_inputs(case, device)
+        drawn = [work.fresh_inputs(case, case.seed + i, device) for i in range(1, count)]
+        sets = Sets(work, case, [own, *drawn])
+        verdict = Verdict()
+        selection = self._gate(case, sets, verdict)
+        variants = {OURS: sets.variant(self.operator.function, verdict)}
+        judged, left_out = self._peers(case, sets)
+        variants |= {name: variant for name, (variant, _) in judged.items()}
+        variants |= self._floors(case, len(sets))
+        timings, errors = cupti.measure(
+            variants, recorder, iterations=self.options.iterations, seed=case.seed
+        )
+        if OURS not in timings:
+            raise RowFailed(errors[OURS])
+        for name, why in errors.items():
+            left_out[name] = why
+            self.say(f"{name} {case.axes} {case.mode}: {why}")
+        host = self.host.get(_identity(case), {"peers": {}})
+        ours = timings[OURS]
+        floors = {
+            name.removeprefix(floor.PREFIX): each.us.median
+            for name, each in timings.items()
+            if name.startswith(floor.PREFIX)
+        }
+        fastest = min(floors, key=lambda name: floors[name], default=None)
+        kind = "update" if work.updates(case) else "copy"
+        bytes_ = work.moved_bytes(case)
+        return {
+            "list": listed,
+            "id": _id(case),
+            "axes": case.axes,
+            "mode": case.mode,
+            "route": selection.route.name,
+            "config": dataclasses.asdict(selection.config),
+            "us": ours.us.to_dict(),
+            "span_us": round(ours.span.median, 3),
+            "kernels": ours.kernels,
+            "kernel_names": list(ours.names),
+            "host_us": host.get("host_us"),
+            "host_out_us": host.get("host_out_us"),
+            "bytes": bytes_,
+            "tb_per_s": round(bytes_ / ours.us.median / 1e6, 3),
+            "floor_us": round(floors[fastest], 3) if fastest else None,
+            "floor": f"elementwise {kind} kernel of the same bytes, same run: {fastest}",
+            "floors": {name: round(us, 3) for name, us in floors.items()},
+            "error": verdict.error,
+            "errors": verdict.errors,
+            "trials": verdict.trials,
+            "failures": verdict.failures,
+            "judged_by": ("oracle, " if work.oracle(case) else "") + "float64 on the GPU",
+            "peers": {
+                peer.name: self._peer(peer, case, judged, timings, left_out, host)
+                for peer in self.peers.peers
+                if case.mode in peer.modes
+            },
+        }  # fmt: skip
+
+    def _gate(self, case: Case, sets: Sets, verdict: Verdict) -> dispatch.Selection:
+        """Our results on the row's own inputs (by the oracle where it is affordable), on the other
+        sets, and on fresh draws. Raises RowFailed."""
+        function, work = self.operator.function, self.work
+        variant = sets.variant(function, verdict)
+        if work.oracle(case):
+            given = clone(sets.inputs[0])
+            result: list[Any] = []
+            selection = _served(lambda: result.append(function(**given._asdict())))
+            pristine, outputs = sets.inputs[0], as_tuple(result[0])
+            verdict.add(by_oracle(self.operator, pristine, outputs, bool(case.source)))
+        else:
+            selection = _served(partial(check, variant, 0))
+        for which in range(len(sets)):
+            check(variant, which)
+        for trial in range(self.options.trials):
+            seed = case.seed + 1000 + trial
+            fresh = Sets(work, case, [work.fresh_inputs(case, seed, self.options.device)])
+            check(fresh.variant(function, verdict), 0)
+        if verdict.failures:
+            raise RowFailed(f"wrong: {verdict}: {verdict.errors}")
+        if selection.table is not None:
+            self.table = selection.table.path
+        return selection
+
+    def _peers(
+        self, case: Case, sets: Sets
+    ) -> tuple[dict[str, tuple[cupti.Variant, Verdict]], dict[str, str]]:
+        """Peers that compute this row's numbers, ready to be timed, and why others are left out."""
+        judged: dict[str, tuple[cupti.Variant, Verdict]] = {}
+        left_out: dict[str, str] = {}
+        for peer in self.peers.peers:
+            if case.mode not in peer.modes:
+                continue
+            verdict = Verdict(TOLERANCE)
+            try:
+                variant = _peer_variant(peer, case, sets, verdict)
+                for which in range(len(sets)):
+                    check(variant, which)
+            except Exception as error:
+                torch.cuda.synchronize(self.options.device)
+                left_out[peer.name] = cupti.describe(error)
+                self.say(f"{peer.name} {case.axes} {case.mode}: {left_out[peer.name]}")
+                continue
+            judged[peer.name] = (variant, verdict)
+        return judged, left_out
+
+    def _floors(self, case: Case, count: int) -> dict[str, cupti.Variant]:
+        is_update = self.work.updates(case)
+        pairs = floor.buffers(self.work.moved_bytes(case), is_update, self.options.device, count)
+        return {
+            floor.PREFIX + name: cupti.Variant([partial(kernel, *pair) for pair in pairs])
+            for name, kernel in floor.candidates(is_update).items()
+        }
+
+    @staticmethod
+    def _peer(
+        peer: Peer,
+        case: Case,
+        judged: dict[str, tuple[cupti.Variant, Verdict]],
+        timings: dict[str, cupti.Timing],
+        left_out: dict[str, str],
+        host: dict[str, Any],
+    ) -> dict[str, Any]:
+        """A peer's entry; without `sum_us` where it raised or was wrong, so that no ratio counts
+        it."""
+        entry: dict[str, Any] = {"mode": peer.modes[case.mode], "adapted": peer.adapted}
+        verdict = judged[peer.name][1] if peer.name in judged else Verdict()
+        error = verdict.error
+        entry["error"] = error["value"] if error else None
+        entry["errors"] = verdict.errors
+        if verdict.failures:
+            return entry | {"left_out": f"wrong: {verdict} (limits times {verdict.allowance:g})"}
+        if peer.name not in timings:
+            return entry | {"left_out": left_out.get(peer.name, "not timed")}
+        measured = timings[peer.name]
+        return {
+            "sum_us": round(measured.us.median, 3),
+            "span_us": round(measured.span.median, 3),
+            "host_us": host["peers"].get(peer.name),
+            **entry,
+            "us": measured.us.to_dict(),
+            "kernels": measured.kernels,
+        }
+
+    # ---- the file -------------------------------------------------------------------------------
+
+    def result(
+        self, stamp: Path | None, clocks: Sequence[int | None], tests: dict[str, Any]
+    ) -> dict[str, Any]:
+        data = {
+            "schema": 1,
+            "op": self.operator.name,
+            "spec_digest": self.operator.spec.digest,
+            "device": facts.device(self.options.device, clocks),
+            "code": facts.code(stamp, self.table),
+            "versions": facts.versions(self.peers.versions),
+            "protocol": PROTOCOL | {"iterations": self.options.iterations},
+            "created": facts.now(),
+            "host": {"how": HOST, "growth": self.growth},
+            "tests": tests,
+            "rows": self.rows,
+            "missing": self.missing,
+            "peers_left_out": self.peers.left_out,
+            "summary": summarise(self.rows),
+        }
+        found: dict[str, Any] = finite(data)
+        return found
+
+
+def _peer_variant(peer: Peer, case: Case, sets: Sets, verdict: Verdict) -> cupti.Variant:
+    calls = [peer.bind(inputs, case.mode) for inputs in sets.inputs]
+    return cupti.Variant(
+        [call.run for call in calls],
+        lambda which, is_checked: calls[which].restore(),
+        lambda which: verdict.add(sets.judge(which, calls[which].outputs())),
+    )
+
+
+def _served(call: Callable[[], object]) -> dispatch.Selection:
+    """What served a call."""
+    with dispatch.attest() as served:
+        call()
+    return served[-1][1]
+
+
+def _identity(case: Case) -> Any:
+    return case.mode, tuple(sorted(case.axes.items()))
+
+
+def _id(case: Case) -> str:
+    return case.source or case.name
+
+
+def _sizes(case: Case) -> str:
+    return " ".join(f"{name}={size}" for name, size in case.axes.items())
+
+
+def _line(row: dict[str, Any]) -> str:
+    spread = row["us"]
+    text = f"{row['route']} {spread['median']} us ({spread['p10']}..{spread['p90']})"
+    if row["floor_us"]:
+        ratio = spread["median"] / row["floor_us"]
+        text += f", {ratio:.3f} of the floor {row['floor_us']} ({row['floor'].rpartition(': ')[2]})"
+    for name, peer in row["peers"].items():
+        if peer.get("sum_us"):
+            text += f", {name} {peer['sum_us']} (x{peer['sum_us'] / spread['median']:.3f})"
+        else:
+            text += f", {name} left out: {peer['left_out']}"
+    error = row["error"]
+    text += f", {error['metric']} {error['value']:.2g} of {error['limit']:.2g}"
+    return f"{text}, {row['kernels']} kernels"

@@ -1,0 +1,411 @@
+"""Result files: from judged and timed rows to ratios, with peers that fail, on a pretended GPU.
+
+Cases C146 (flags win), C148 (what a ratio is), C149 (preparing is not timed), C151.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bench import facts, floor, peers, report, run, sweep
+from bench.gpu import Bench, Options, RowFailed
+from bench.peers import Call, Found, Peer
+from bench.sets import Verdict, num_sets
+from bench.summary import BEST, finite, peer_us, ratios, summarise
+from bench.sweep import Sweep
+from bench.workloads import gdn_decode as work
+from fastkernels import catalog
+from fastkernels.ops._shared.compare import Error
+from fastkernels.ops.gdn_decode.inputs import CONTEST, Case
+from fastkernels.testing import cupti
+from fastkernels.testing.cupti import Launch, Work
+
+OPERATOR = catalog.operator("gdn_decode")
+CPU = torch.device("cpu")
+OPTIONS = Options(CPU, iterations=4, trials=1, host_calls=10, growth_calls=100)
+
+
+class Recorder:
+    """Every call launches one kernel of 2 us, whatever it does."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+
+    def overwrite_l2(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def timestamp(self) -> int:
+        self._clock += 10
+        return self._clock
+
+    def drain(self, force: bool = False) -> tuple[list[Launch], list[Work]]:
+        starts = range(10, self._clock + 10, 20)
+        launches = [Launch(start + 1, start) for start in starts]
+        return launches, [Work("kernel", 9 * s, 9 * s + 2000, s) for s in starts]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (10**9, 10**9))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(facts, "device", lambda index, clocks: DEVICE | {"sm_clock_mhz": clocks})
+    return Recorder()
+
+
+DEVICE = {"product": "NVIDIA H200", "arch": "sm90", "num_sms": 132, "uuid": "x", "driver": "1"}
+
+
+def right(inputs: Any, mode: str) -> Call:
+    live = work.live(inputs)
+    last: list[Any] = [None]
+
+    def call() -> None:
+        last[0] = OPERATOR.function(**live._asdict())
+
+    return Call(call, lambda: last[0], lambda: work.restore(live, inputs))
+
+
+def wrong(inputs: Any, mode: str) -> Call:
+    call = right(inputs, mode)
+    return Call(call.run, lambda: (call.outputs()[0] * 1.5, call.outputs()[1]), call.restore)
+
+
+def raising(inputs: Any, mode: str) -> Call:
+    def call() -> None:
+        raise RuntimeError("no kernel image")
+
+    return Call(call, lambda: (), lambda: None)
+
+
+def unbindable(inputs: Any, mode: str) -> Call:
+    raise ImportError("its extension is missing")
+
+
+BOTH = {"functional": "pool", "inplace": "inplace"}
+PEERS = [
+    Peer("right", "right-package", "right", "1", BOTH, right),
+    Peer("wrong", "wrong-package", "wrong", "1", BOTH, wrong),
+    Peer("raising", "raising-package", "raising", "1", BOTH, raising),
+    Peer("unbindable", "unbindable-package", "unbindable", "1", {"functional": "x"}, unbindable),
+]
+
+
+def bench() -> Bench:
+    return Bench(OPERATOR, work, Found(list(PEERS)), OPTIONS, lambda text: None)
+
+
+ROWS = [("contest", CONTEST[0]), ("serving", Case("serving-b2", 2, mode="inplace"))]
+
+
+@pytest.fixture
+def measured(recorder: Any) -> Any:
+    made = bench()
+    made.measure_host([case for _, case in ROWS])
+    made.measure(ROWS, recorder, lambda: None)
+    stamp = {"selected": 1, "passed": 1, "failed": 0, "skipped": 0, "sanitizer": {}}
+    return json.loads(json.dumps(made.result(None, [1980, 1980], stamp), allow_nan=False))
+
+
+def test_a_file_is_complete(measured: dict[str, Any]) -> None:
+    assert set(measured) >= {
+        "schema", "op", "device", "code", "versions", "protocol", "created", "tests", "rows",
+        "summary", "missing", "host",
+    }  # fmt: skip
+    assert measured["protocol"] == {
+        "timer": "cupti", "l2": "cold", "order": "interleaved", "iterations": 4,
+        "statistic": "median", "inputs": "fresh pool of 4",
+    }  # fmt: skip
+    assert measured["missing"] == []
+    assert measured["versions"]["peers"]["right-package"] == "1"
+    assert set(measured["code"]) == {"commit", "dirty", "library_sha256", "table_sha256"}
+    first, second = measured["rows"]
+    assert (first["list"], first["id"], first["mode"]) == (
+        "contest",
+        CONTEST[0].source,
+        "functional",
+    )
+    assert (second["id"], second["mode"]) == ("serving-b2", "inplace")
+    for row in (first, second):
+        assert row["us"] == {"median": 2.0, "p10": 2.0, "p90": 2.0}
+        assert (row["span_us"], row["kernels"], row["floor_us"]) == (2.0, 1, 2.0)
+        assert row["route"] == "torch_recurrent"
+        assert row["failures"] == 0
+        # The oracle, four sets, a fresh draw, two of the timed calls.
+        assert row["trials"] == 1 + 4 + 1 + 2
+        assert row["error"]["value"] <= row["error"]["limit"]
+        assert row["host_us"] > 0
+        assert row["host_out_us"] > 0
+    assert any(error["metric"] == "official" for error in first["errors"])
+    assert measured["host"]["growth"]["calls"] == 100
+
+
+def test_only_peers_that_are_right_count(measured: dict[str, Any]) -> None:
+    first, second = (row["peers"] for row in measured["rows"])
+    assert first["right"]["sum_us"] == first["right"]["span_us"] == 2.0
+    assert first["right"]["mode"] == "pool"
+    assert first["right"]["host_us"] > 0
+    for row in (first, second):
+        assert "sum_us" not in row["wrong"]
+        assert row["wrong"]["left_out"].startswith("wrong: ")
+        assert row["wrong"]["error"] > 0.05
+        assert row["raising"]["left_out"] == "RuntimeError: no kernel image"
+    assert first["unbindable"]["left_out"] == "ImportError: its extension is missing"
+    assert "unbindable" not in second  # it has no such mode
+    assert set(measured["summary"]["contest"]["functional"]) == {"right", BEST}
+    assert measured["summary"]["contest"]["functional"]["right"]["worst_id"] == CONTEST[0].source
+    assert measured["summary"]["gap"] == {}
+
+
+def test_a_wrong_row_is_missing_and_not_timed(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench()
+
+    def spoilt(**arguments: Any) -> Any:
+        output, state = OPERATOR.function(**arguments)
+        return output.mul_(1.5), state
+
+    made.operator = types.SimpleNamespace(name="gdn_decode", function=spoilt)  # type: ignore[assignment]
+    with pytest.raises(RowFailed, match="wrong: 6 of 6 wrong"):
+        made.row("contest", CONTEST[0], recorder)
+    made.measure(ROWS, recorder, lambda: None)
+    assert not made.rows
+    assert [each["id"] for each in made.missing] == [CONTEST[0].source, "serving-b2"]
+    assert all(each["why"].startswith("wrong: ") for each in made.missing)
+
+
+def test_what_goes_wrong_while_it_is_timed_counts(recorder: Any) -> None:
+    """C151: right when judged beforehand, wrong from the tenth call on."""
+    made = bench()
+    made.peers = Found()
+    calls: list[int] = []
+
+    def tires(**arguments: Any) -> Any:
+        output, state = OPERATOR.function(**arguments)
+        calls.append(1)
+        return (output.zero_() if len(calls) > 9 else output), state
+
+    made.operator = types.SimpleNamespace(name="gdn_decode", function=tires)  # type: ignore[assignment]
+    row = made.row("contest", CONTEST[0], recorder)
+    assert row["failures"] == 2
+
+
+def test_the_time_budget_is_kept(recorder: Any) -> None:
+    made = Bench(OPERATOR, work, Found(), Options(CPU, budget_s=-1.0), lambda text: None)
+    made.measure(ROWS, recorder, lambda: None)
+    assert [each["why"] for each in made.missing] == ["time budget used up"] * 2
+
+
+# ---- ratios -------------------------------------------------------------------------------------
+
+
+def row(name: str, us: float, span: float, **others: tuple[float, float]) -> dict[str, Any]:
+    return {
+        "list": "contest", "id": name, "mode": "functional", "us": {"median": us}, "span_us": span,
+        "peers": {n: {"sum_us": a, "span_us": b} for n, (a, b) in others.items()},
+    }  # fmt: skip
+
+
+def test_ratios_by_hand() -> None:
+    rows = [
+        row("x", 2.0, 2.0, fast=(3.0, 8.0), slow=(4.0, 4.0)),
+        row("y", 4.0, 5.0, fast=(4.0, 5.0), slow=(16.0, 20.0)),
+        row("z", 1.0, 1.0, slow=(1.5, 1.5)),
+    ]
+    rows[2]["peers"]["fast"] = {"error": 9.0, "left_out": "wrong"}
+    assert ratios(rows, "fast") == {
+        "rows": 2, "ratio_of_means": round(7 / 6, 4), "mean_of_ratios": 1.25,
+        "geomean": round(math.sqrt(1.5), 4), "worst": 1.0, "worst_id": "y",
+        "ratio_of_means_span": round(13 / 7, 4), "mean_of_ratios_span": 2.5, "worst_span": 1.0,
+    }  # fmt: skip
+    best = ratios(rows, BEST)
+    assert best["rows"] == 3
+    assert best["mean_of_ratios"] == round((1.5 + 1.0 + 1.5) / 3, 4)
+    assert peer_us(rows[0], BEST, "span_us") == 4.0
+    summary = summarise(rows)
+    assert set(summary) == {"contest", "serving", "gap"}
+    assert set(summary["contest"]["functional"]) == {"fast", "slow", BEST}
+    assert summarise([row("alone", 1.0, 1.0)])["contest"] == {"functional": {}}
+
+
+def test_json_holds_no_infinity() -> None:
+    assert finite({"a": [math.inf, (1.0, math.nan)], "b": "x"}) == {
+        "a": [None, [1.0, None]],
+        "b": "x",
+    }
+
+
+def test_verdicts() -> None:
+    verdict = Verdict()
+    verdict.add([Error("o", "m", 0.5, 1.0), Error("s", "changed", 0.0, 0.0)])
+    verdict.add([Error("o", "m", 0.25, 1.0), Error("s", "changed", 0.0, 0.0)])
+    assert (verdict.trials, verdict.failures) == (2, 0)
+    assert verdict.error == {"output": "o", "metric": "m", "value": 0.5, "limit": 1.0}
+    verdict.add([Error("o", "m", math.nan, 1.0)])
+    verdict.add([Error("s", "changed", 1.0, 0.0)])
+    assert verdict.failures == 2
+    lenient = Verdict(peers.TOLERANCE)
+    lenient.add([Error("o", "m", 2.0, 1.0)])
+    assert lenient.failures == 0
+
+
+def test_sets_fit_the_memory() -> None:
+    case = Case("x", 64)
+    needed = work.held_bytes(case, 4)
+    assert num_sets(work, case, 2 * needed) == 4
+    assert num_sets(work, case, needed) < 4
+    assert num_sets(work, case, 1000) == 0
+
+
+# ---- peers, floor, facts ------------------------------------------------------------------------
+
+
+def test_peers_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flashinfer", "fla"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(__version__="0.7.3"))
+    monkeypatch.setitem(sys.modules, "fla", None)
+    found = peers.load("gdn_decode", ["flashinfer", "fla", "other"])
+    assert not found.peers
+    assert found.left_out["flashinfer"] == "flashinfer-python is 0.7.3, pinned 0.7.4"
+    assert "fla" in found.left_out["fla"]
+    assert "unknown" in found.left_out["other"]
+    monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(__version__="0.6.0"))
+    assert peers.load("gdn_decode", ["fla"]).versions == {"fla-core": "0.6.0"}
+    assert not peers.load("gdn_decode", []).peers
+
+
+def test_the_floor_moves_the_same_bytes() -> None:
+    for is_update in (False, True):
+        ((source, target),) = floor.buffers(1_054_000, is_update, CPU, 1)
+        assert (source is target) == is_update
+        assert source.numel() % 16 == 0
+        assert 0 <= 8 * source.numel() - 1_054_000 < 128
+        for name, kernel in floor.candidates(is_update).items():
+            if name.startswith("torch"):
+                kernel(source, target)
+
+
+def test_sanitizer_logs(tmp_path: Path) -> None:
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    races = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
+    assert facts.sanitizer_verdict(clean * 2) == "clean"
+    assert facts.sanitizer_verdict(races) == "3 reports"
+    assert facts.sanitizer_verdict("killed") == "no summary in the log"
+    log, junit = tmp_path / "memcheck.log", tmp_path / "a.xml"
+    log.write_text(clean)
+    junit.write_text("<testsuite><testcase/><testcase><skipped/></testcase></testsuite>")
+    assert facts.tests([junit], {"memcheck": [log]}) == {
+        "selected": 2, "passed": 1, "failed": 0, "skipped": 1, "sanitizer": {"memcheck": "clean"},
+    }  # fmt: skip
+    assert run.sanitizer_logs([f"memcheck={log}", f"memcheck={log}"]) == {"memcheck": [log, log]}
+
+
+def test_the_stamp_names_the_code(tmp_path: Path) -> None:
+    stamp, table = tmp_path / "stamp.json", tmp_path / "t.toml"
+    stamp.write_text('{"commit": "abc", "dirty": false}')
+    table.write_text("")
+    found = facts.code(stamp, str(table))
+    assert (found["commit"], found["dirty"]) == ("abc", False)
+    assert found["table_sha256"].startswith("e3b0c442")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda"], "--out is needed"),
+        (["--device", "cuda", "--out", "x", "--route", "y"], "a matter of --sweep"),
+        (["--device", "cuda", "--out", "x", "--sanitizer-log", "lint=x"], "expected memcheck"),
+        (["--where", "tokens=3"], "not an axis"),
+    ],
+)
+def test_wrong_options_say_so(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(run.main, ["--op", "gdn_decode", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+# ---- sweep --------------------------------------------------------------------------------------
+
+
+def test_choices(tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"torch_recurrent": [{}, {}]}))
+    ((route, config),) = sweep.choices(OPERATOR, path)
+    assert route.name == "torch_recurrent"
+    assert sweep.label((route, config)) == "torch_recurrent {}"
+    path.write_text(json.dumps({"torch_recurrent": None}))
+    assert len(sweep.choices(OPERATOR, path)) == 1
+    path.write_text(json.dumps({"none": None}))
+    with pytest.raises(ValueError, match="no route 'none'"):
+        sweep.choices(OPERATOR, path)
+    assert all(route.language != "torch" for route, _ in sweep.choices(OPERATOR, None))
+
+
+def test_a_sweep(recorder: Any, tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"torch_recurrent": None}))
+    choices = sweep.choices(OPERATOR, path)
+    saved: list[int] = []
+    options = Options(CPU, iterations=3, budget_s=5.0)
+    made = Sweep(OPERATOR, work, choices, options, lambda text: None, lambda: 4.5 * len(saved))
+    problems = [
+        ("contest", Case("b1", 1)), ("serving", Case("b2", 2, mode="pool")),
+        ("serving", Case("b3", 3)),
+    ]  # fmt: skip
+    made.measure(problems, recorder, lambda: saved.append(1))
+    data = made.result(None, [None, None])
+    assert data["kind"] == "sweep"
+    assert data["spec_digest"] == OPERATOR.spec.digest
+    assert [r["id"] for r in data["rows"]] == ["b1", "b2"]
+    for each in data["rows"]:
+        assert each["us"]["median"] == 2.0
+        assert (each["trials"], each["failures"]) == (3, 0)
+        assert (each["route"], each["config"]) == ("torch_recurrent", {})
+        assert each["error"]["value"] <= each["error"]["limit"]
+    assert data["left_out"] == [
+        {
+            "id": "b3",
+            "axes": problems[2][1].axes,
+            "mode": "functional",
+            "why": "time budget used up",
+        }
+    ]
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+
+def test_the_report_names_its_denominators(measured: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "gdn_decode.json"
+    path.write_text(json.dumps(measured))
+    done = CliRunner().invoke(report.main, [str(path)])
+    assert done.exit_code == 0, done.output
+    text = done.output
+    assert "NVIDIA H200 (driver 1, SM clock [1980, 1980] MHz)" in text
+    assert "right-package 1" in text
+    assert "peer / ours" in text
+    assert "| contest | functional | right | 1 | 1.000 |" in text
+    assert "| batch_size | route | ours, us | floor | ours / floor |" in text
+
+
+def test_the_plot(measured: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+    for path in (first, second):
+        report.plot(measured, "batch_size", path)
+    assert first.read_bytes() == second.read_bytes()
+    assert cupti.NEEDS  # the same extra brings both
