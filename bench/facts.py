@@ -139,4 +139,7 @@ def sanitizer_verdict(log: str) -> str:
     counts = [int(n) for n in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log)]
     if not counts:
         return "no summary in the log"
-    return f"{sum(counts)} reports" if sum(counts) else "clean"
+    if sum(counts):
+        return f"{sum(counts)} reports"
+    called = re.findall(r"^(\d+) calls of ", log, re.MULTILINE)
+    return "clean" if called and "0" not in called else "not every config was called"

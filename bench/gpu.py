@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +31,13 @@ PROTOCOL = {
 }  # fmt: skip
 HOST = (
     "host_us (outputs allocated) and host_out_us (outputs given): microseconds until an eager call"
-    " returns, median of 5 batches of 200 calls without synchronisation, no profiler attached;"
-    " measured once per (axes, mode) and copied to the rows of it"
+    " returns, without synchronisation, no profiler attached, in inference mode, without garbage"
+    " collection; median of 7 rounds over all (axes, mode), each the median of 3 batches of up to"
+    " 200 calls (fewer where a GPU would fall 10 ms behind); copied to the rows of it"
 )
+HOST_ROUNDS, HOST_BATCHES = 7, 3
+# Bytes that a GPU moves in 10 ms: a longer queue slows a launch down.
+QUEUED_BYTES = 40e9
 
 
 class RowFailed(Exception):
@@ -49,6 +54,14 @@ class Options:
     budget_s: float = 1e9
     host_calls: int = 200
     growth_calls: int = 10_000
+
+
+class _HostCalls(NamedTuple):
+    """Calls of one (axes, mode) by name, and how many make a batch."""
+
+    label: str
+    num_calls: int
+    calls: dict[str, Callable[[], object]]
 
 
 @dataclass
@@ -73,69 +86,88 @@ class Bench:
     # ---- host times, without a profiler ---------------------------------------------------------
 
     def measure_host(self, cases: Sequence[Case]) -> None:
-        """Once per (axes, mode). What fails here fails again, and is recorded, with its row."""
+        """Once per (axes, mode), all in turn over several rounds: a host is slow for a while rather
+        than for a call. What fails here fails again, and is recorded, with its row."""
+        timed: dict[Any, _HostCalls] = {}
         for case in cases:
-            if _identity(case) in self.host:
+            if _identity(case) in timed:
                 continue
             try:
-                self.host[_identity(case)] = self._host(case)
+                timed[_identity(case)] = self._host_calls(case)
             except Exception as error:
                 torch.cuda.synchronize(self.options.device)  # raises if the device is lost
-                self.host[_identity(case)] = {"peers": {}}
                 self.say(f"host {case.axes} {case.mode}: {cupti.describe(error)}")
+        synchronize = partial(torch.cuda.synchronize, self.options.device)
+        samples: dict[Any, dict[str, list[float]]] = {}
+        with torch.inference_mode():
+            for _ in range(HOST_ROUNDS):
+                for identity, each in timed.items():
+                    for name, call in tuple(each.calls.items()):
+                        try:
+                            us = timing.host_us(call, synchronize, each.num_calls, HOST_BATCHES)
+                        except Exception as error:
+                            synchronize()  # raises if the device is lost
+                            del each.calls[name]
+                            self.say(f"host of {name}, {each.label}: {cupti.describe(error)}")
+                        else:
+                            samples.setdefault(identity, {}).setdefault(name, []).append(us)
+        for identity, found in samples.items():
+            medians = {name: round(statistics.median(each), 2) for name, each in found.items()}
+            if not {"host_us", "host_out_us"} <= timed[identity].calls.keys():
+                continue
+            ours = {name: medians.pop(name) for name in ("host_us", "host_out_us")}
+            self.host[identity] = {**ours, "peers": medians}
+            self.say(f"host {timed[identity].label}: {ours}, {medians}")
         try:
             self.growth = self._growth(cases)
         except Exception as error:
             torch.cuda.synchronize(self.options.device)
             self.say(f"host growth: {cupti.describe(error)}")
 
-    def _host(self, case: Case) -> dict[str, Any]:
+    def _host_calls(self, case: Case) -> _HostCalls:
+        """Ours with outputs allocated and given, and each peer's; every one of them was called."""
         work, function = self.work, self.operator.function
         inputs = work.fresh_inputs(case, case.seed, self.options.device)
         live, out = work.live(inputs)._asdict(), work.outputs(inputs)
-        given = out if len(out) > 1 else out[0]
         selection = _served(partial(function, **live))
-        # A route of many launches must not fill the queue.
-        calls = self.options.host_calls // (10 if selection.route.language == "torch" else 1)
-        found: dict[str, Any] = {
-            "host_us": self._host_us(partial(function, **live), calls),
-            "host_out_us": self._host_us(partial(function, **live, out=given), calls),
-            "peers": {},
+        call = _as_written(self.operator, live)
+        count = min(self.options.host_calls, int(QUEUED_BYTES / work.moved_bytes(case)) + 1)
+        if selection.route.language == "torch":  # many launches must not fill the queue
+            count = count // 10 + 1
+        calls: dict[str, Callable[[], object]] = {
+            "host_us": call,
+            "host_out_us": partial(call, out=out if len(out) > 1 else out[0]),
         }
         for peer in self.peers.peers:
             if case.mode not in peer.modes:
                 continue
             try:
-                found["peers"][peer.name] = self._host_us(
-                    peer.bind(inputs, case.mode).run, self.options.host_calls
-                )
+                calls[peer.name] = peer.bind(inputs, case.mode).run
+                calls[peer.name]()
             except Exception as error:
+                calls.pop(peer.name, None)
                 torch.cuda.synchronize(self.options.device)
                 self.say(f"host of {peer.name}, {case.axes}: {cupti.describe(error)}")
-        self.say(
-            f"host {_sizes(case)} {case.mode}: {found['host_out_us']} us with out,"
-            f" {found['host_us']} without; {found['peers']} ({selection.route.name})"
-        )
-        return found
-
-    def _host_us(self, call: Callable[[], object], calls: int) -> float:
-        synchronize = partial(torch.cuda.synchronize, self.options.device)
-        for _ in range(20):
-            call()
-        return round(timing.host_us(call, synchronize, calls), 2)
+        with torch.inference_mode():
+            for each in calls.values():
+                for _ in range(20):
+                    each()
+        label = f"{_sizes(case)} {case.mode} ({selection.route.name})"
+        return _HostCalls(label, count, calls)
 
     def _growth(self, cases: Sequence[Case]) -> dict[str, Any]:
         case = min(cases, key=lambda case: self.work.moved_bytes(case))
         inputs = self.work.live(self.work.fresh_inputs(case, case.seed, self.options.device))
-        call = partial(self.operator.function, **inputs._asdict())
-        self._host_us(call, 1)
+        call = _as_written(self.operator, inputs._asdict())
+        call()
         device = self.options.device
-        grown = timing.host_growth(
-            call,
-            partial(torch.cuda.synchronize, device),
-            partial(torch.cuda.memory_allocated, device),
-            self.options.growth_calls,
-        )
+        with torch.inference_mode():
+            grown = timing.host_growth(
+                call,
+                partial(torch.cuda.synchronize, device),
+                partial(torch.cuda.memory_allocated, device),
+                self.options.growth_calls,
+            )
         found = dataclasses.asdict(grown) | {"axes": case.axes, "mode": case.mode}
         self.say(f"host over {grown.calls} calls: {found}")
         return found
@@ -194,7 +226,9 @@ class Bench:
         for name, why in errors.items():
             left_out[name] = why
             self.say(f"{name} {case.axes} {case.mode}: {why}")
-        host = self.host.get(_identity(case), {"peers": {}})
+        if _identity(case) not in self.host:
+            raise RowFailed("its host time could not be measured")
+        host = self.host[_identity(case)]
         ours = timings[OURS]
         floors = {
             name.removeprefix(floor.PREFIX): each.us.median
@@ -350,6 +384,22 @@ def _peer_variant(peer: Peer, case: Case, sets: Sets, verdict: Verdict) -> cupti
         [call.run for call in calls],
         lambda which, is_checked: calls[which].restore(),
         lambda which: verdict.add(sets.judge(which, calls[which].outputs())),
+    )
+
+
+def _as_written(operator: Operator, arguments: dict[str, Any]) -> partial[Any]:
+    """The call as a person writes it: the definition's arguments by position, options by name where
+    they differ from the default."""
+    spec = operator.spec
+    options = {option.name: arguments[option.name] for option in spec.options}
+    return partial(
+        operator.function,
+        *(arguments[argument.name] for argument in spec.inputs),
+        **{
+            name: value
+            for name, value in options.items()
+            if value is not None and value is not False
+        },
     )
 
 

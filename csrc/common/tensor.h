@@ -28,11 +28,14 @@ class View {
 
   bool Is(DLDataType dtype, std::initializer_list<int64_t> shape) const {
     return Equal(t_->dtype, dtype) && t_->ndim == static_cast<int>(shape.size()) &&
-           std::equal(shape.begin(), shape.end(), t_->shape) && t_->strides != nullptr;
+           std::equal(shape.begin(), shape.end(), t_->shape) && t_->strides != nullptr &&
+           std::all_of(t_->strides, t_->strides + t_->ndim, [](int64_t s) { return s >= 0; }) &&
+           data() % (dtype.bits / 8) == 0;
   }
 
   // The last `dense` axes are contiguous among themselves.
   bool IsDense(int dense) const {
+    if (IsEmpty()) return true;
     int64_t expected = 1;
     for (int i = t_->ndim - 1; i >= t_->ndim - dense; --i) {
       if (t_->shape[i] > 1 && t_->strides[i] != expected) return false;

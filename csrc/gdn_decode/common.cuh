@@ -90,11 +90,12 @@ __host__ __device__ __forceinline__ Gates compute_gates(float A_log, float a, fl
   // Above 20 the logarithm is below half an ulp of x, so torch's threshold needs no case here.
   const float x = a + dt_bias;
 #ifdef __CUDA_ARCH__
-  // What the special function unit gives is enough here, and a third of the code: with rate <= 16
-  // and rate * step <= 8 its errors (2^-22 each in rate, step and g) end below 8e-6 of g.
+  // What the special function unit gives is enough in the usual range, and a third of the code. Of
+  // g, errors of 2^-22 in the exponentials and the logarithm and the rounding of their arguments
+  // (of A_log the largest, 2^-21 where rate is 2^-20) add up to at most 7e-6.
   const float rate = ptx::exp2(kLog2E * A_log);
   const float step2 = fmaxf(x, 0.0f) * kLog2E + ptx::log2(1.0f + ptx::exp2(-kLog2E * fabsf(x)));
-  if (rate <= 16.0f && rate * step2 <= 8.0f * kLog2E) {
+  if (rate >= 0x1p-20f && rate <= 16.0f && rate * step2 <= 4.0f * kLog2E) {
     gates.g = ptx::exp2(-rate * step2);
     return gates;
   }

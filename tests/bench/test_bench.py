@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from bench import facts, floor, peers, report, run, sweep
-from bench.gpu import Bench, Options, RowFailed
+from bench.gpu import Bench, Options, RowFailed, _identity
 from bench.peers import Call, Found, Peer
 from bench.sets import Verdict, num_sets
 from bench.summary import BEST, finite, peer_us, ratios, summarise
@@ -199,6 +199,10 @@ def test_what_goes_wrong_while_it_is_timed_counts(recorder: Any) -> None:
         return (output.zero_() if len(calls) > 9 else output), state
 
     made.operator = types.SimpleNamespace(name="gdn_decode", function=tires)  # type: ignore[assignment]
+    with pytest.raises(RowFailed, match="host time"):
+        made.row("contest", CONTEST[0], recorder)
+    made.host[_identity(CONTEST[0])] = {"peers": {}}
+    calls.clear()
     row = made.row("contest", CONTEST[0], recorder)
     assert row["failures"] == 2
 
@@ -300,11 +304,13 @@ def test_the_floor_moves_the_same_bytes() -> None:
 
 
 def test_sanitizer_logs(tmp_path: Path) -> None:
-    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    clean = "========= COMPUTE-SANITIZER\n3 calls of Config()\n========= ERROR SUMMARY: 0 errors\n"
     races = "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
     assert facts.sanitizer_verdict(clean * 2) == "clean"
     assert facts.sanitizer_verdict(races) == "3 reports"
     assert facts.sanitizer_verdict("killed") == "no summary in the log"
+    assert facts.sanitizer_verdict(clean.replace("3 calls", "0 calls")) != "clean"
+    assert facts.sanitizer_verdict("ERROR SUMMARY: 0 errors") != "clean"
     log, junit = tmp_path / "memcheck.log", tmp_path / "a.xml"
     log.write_text(clean)
     junit.write_text("<testsuite><testcase/><testcase><skipped/></testcase></testsuite>")

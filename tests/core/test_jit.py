@@ -99,6 +99,40 @@ def test_c112_a_folder_that_cannot_be_written(
     assert "/dev/null/cache: not writable" in caplog.messages[0]
 
 
+def test_a_read_only_cache_is_read(
+    compiles: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary()
+    monkeypatch.setattr(jit, "_is_writable", lambda folder: False)
+    assert binary() == MADE
+    assert len(compiles) == 1
+
+
+def test_a_shared_cache(compiles: list[Any], tmp_path: Path) -> None:
+    """Others may read what one user keeps; a link in the lock's place is not followed."""
+    name = toolchain.identity(CUDA, CUDA.config, "sm90", "aligned")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / f"{name}.lock").symlink_to(victim)
+    assert binary() == MADE
+    assert victim.read_text() == "precious"
+    (kept,) = (tmp_path / "cache").glob("*.cubin")
+    assert kept.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_costs_no_compile(
+    compiles: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert binary() == MADE
+    assert not list((tmp_path / "cache").glob("*.cubin"))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
 def test_c119_no_home(compiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (envs.CACHE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

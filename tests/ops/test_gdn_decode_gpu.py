@@ -86,7 +86,7 @@ def test_the_short_way_is_the_long_way(mode: str) -> None:
     sizes = OPERATOR.function.__globals__["_sizes"](
         inputs.q, inputs.v, inputs.read_indices, inputs.inplace
     )
-    assert dispatch.known(OPERATOR, sizes) is not None
+    assert dispatch.known(sizes) is not None
     second = decode(clone(inputs))
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
 
@@ -106,6 +106,7 @@ def test_wrong_arguments_after_right_ones(mode: str) -> None:
         ({"A_log": [1.0] * 8}, "'A_log' is a list, expected a tensor"),
         ({"scale": "1"}, "'scale' is str, expected a float"),
         ({"inplace": 1}, "'inplace' is int, expected a bool"),
+        ({"A_log": torch._neg_view(inputs.A_log)}, "'A_log' is a lazy negation"),
     ):
         with pytest.raises(fastkernels.ArgumentError, match="gdn_decode: .*" + words[:12]) as error:
             decode(inputs._replace(**change))
@@ -126,6 +127,17 @@ def test_outputs_that_share_memory_are_refused_after_right_ones() -> None:
         decode(inputs, out=(inputs.v, new_state))
     with pytest.raises(fastkernels.ArgumentError, match="'out' is Tensor, expected a tuple"):
         decode(inputs, out=output)
+    before = inputs.state.clone()
+    with pytest.raises(fastkernels.ArgumentError, match="'new_state' is None, expected a tensor"):
+        decode(inputs, out=(output, None))
+    assert same_bits(inputs.state, before)
+    as_list = decode(inputs, out=[output, new_state])
+    assert type(as_list) is tuple
+    with pytest.raises(fastkernels.ArgumentError, match="'out' is generator"):
+        decode(inputs, out=(tensor for tensor in (output, new_state)))
+    pool = inputs.state[:1].expand(10**7, -1, -1, -1)  # indices forgotten; 5 TB if it were copied
+    with pytest.raises(fastkernels.ArgumentError, match="'state' has shape"):
+        decode(inputs._replace(state=pool))
 
 
 def test_indices_of_two_widths_go_to_the_torch_route() -> None:
@@ -324,6 +336,30 @@ def test_slots_beyond_two_to_the_31_elements(route: str) -> None:
 
 
 @ROUTES
+@pytest.mark.parametrize(
+    ("A_log", "a", "g"),
+    [
+        (float("inf"), -float("inf"), 1), (-float("inf"), float("inf"), 1), (-110, float("inf"), 0),
+        (float("inf"), 1, 0), (-float("inf"), 1, 1), (90, -200, None), (120, 0, 0), (-100, 0, 1),
+    ],
+)  # fmt: skip
+def test_c10_gates_beyond_their_range(route: str, A_log: float, a: float, g: int | None) -> None:
+    """Finite, and inf * 0 counts as 0."""
+    inputs = inputs_of(2, seed=15)
+    old = inputs.state
+    assert old is not None
+    inputs = inputs._replace(
+        A_log=torch.full_like(inputs.A_log, A_log), a=torch.full_like(inputs.a, a),
+        b=torch.full_like(inputs.b, -100.0),
+    )  # fmt: skip
+    outputs = decode(inputs, route)
+    assert all(bool(tensor.isfinite().all()) for tensor in outputs)
+    assert_right(inputs, outputs)
+    if g is not None:
+        torch.testing.assert_close(outputs[1], g * old, rtol=1e-5, atol=1e-12)
+
+
+@ROUTES
 def test_many_seeds_give_equal_bits_twice(route: str) -> None:
     for seed in range(12):
         inputs = inputs_of(9, seed=seed, gates=("contest", "extreme")[seed % 2])
@@ -469,8 +505,10 @@ def test_gates_over_their_whole_range(route: str) -> None:
     rows, heads = 256, 32
     A_log = torch.linspace(-30, 80, heads, device="cuda")
     a = torch.linspace(-60, 40, rows, device="cuda").bfloat16().view(rows, 1, 1)
-    # As many again where g is neither 0 nor 1: a + dt_bias is about -A_log.
-    near = (-A_log[None] + torch.linspace(-4, 4, rows, device="cuda")[:, None]).bfloat16()
+    # As many again where g is neither 0 nor 1: softplus(x) is about exp(-A_log).
+    spread = torch.linspace(-4, 4, rows, device="cuda")[:, None]
+    near = torch.where(A_log < 0, (-A_log).exp()[None] * spread.exp(), -A_log[None] + spread)
+    near = near.bfloat16()
     b = torch.linspace(-20, 20, rows, device="cuda").bfloat16().view(rows, 1, 1)
     for x in (a.expand(rows, 1, heads).contiguous(), near.view(rows, 1, heads)):
         shape: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -485,6 +523,6 @@ def test_gates_over_their_whole_range(route: str) -> None:
         rate, step = A_log.double().exp(), torch.nn.functional.softplus(x[:, 0].double())
         g = torch.exp(torch.where(step == 0, 0.0, -rate * step))
         beta = torch.sigmoid(b[:, 0].double())
-        assert bool(((state[:, :, 0, 0] - g).abs() <= 1e-5 * g + 1e-35).all())
+        assert bool(((state[:, :, 0, 0] - g).abs() <= 1e-5 * g + 1e-15).all())
         kept = g * (1 - beta)  # column 3 loses what beta erases
-        assert bool(((state[:, :, 0, 3] - kept).abs() <= 1e-5 * g + 1e-35).all())
+        assert bool(((state[:, :, 0, 3] - kept).abs() <= 1e-5 * g + 1e-15).all())

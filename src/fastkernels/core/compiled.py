@@ -67,6 +67,10 @@ def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None
     library = extension.load()
     if isinstance(library, extension.LibraryState):
         return Decline(f"the compiled library is {library.status}: {library.found}")
+    # A device that is named, not present (`explain --device h200`), has no driver to ask.
+    problem = extension.driver_problem() if torch.cuda.is_available() else None
+    if problem is not None:
+        return Decline(problem)
     if extension.built(kernel, config, device.arch) is not None:
         return None
     reason = jit.declines(kernel, device.arch)

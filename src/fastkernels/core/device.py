@@ -83,6 +83,10 @@ def named_device(name: str | torch.device | DeviceInfo | None) -> DeviceInfo:
     return device_info(device)
 
 
+def is_overridden() -> bool:
+    return _override is not None
+
+
 @contextmanager
 def override_device(name: str | DeviceInfo) -> Iterator[DeviceInfo]:
     """Make every tensor appear to lie on `name`: dispatch as there, on a machine without it."""

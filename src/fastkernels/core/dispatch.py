@@ -23,7 +23,7 @@ import torch
 
 from fastkernels import envs
 from fastkernels.core import table as tables
-from fastkernels.core.device import DeviceInfo, index_of, named_device
+from fastkernels.core.device import DeviceInfo, index_of, is_overridden, named_device
 from fastkernels.core.extension import LaunchFailed
 from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
 from fastkernels.core.route import Operator, Route
@@ -56,7 +56,7 @@ class Selection(NamedTuple):
 
 
 _memo: dict[ProblemKey, Selection] = {}
-_known: dict[tuple[str, tuple[Any, ...]], Known] = {}
+_known: dict[tuple[Any, ...], Known] = {}
 _tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
 _prepared: set[tuple[str, str, Any, DeviceInfo, int]] = set()
 _NOTHING: Mapping[str, tuple[Route, Any]] = MappingProxyType({})
@@ -76,8 +76,8 @@ def run(
 ) -> tuple[torch.Tensor, ...]:
     """Select a route for a checked problem, launch it, and return the filled outputs.
 
-    `sizes` is anything hashable that the key of a legal call follows from: from now on `known` has
-    it.
+    `sizes` is what the key of a legal call follows from, the operator's name included: from now on
+    `known` has it.
     """
     key = problem.key
     selection = select(operator, key)
@@ -95,10 +95,11 @@ def run(
         raise
     except Exception as error:
         raise _launch_error(key, selection, error) from error
-    if sizes is not None and route.entry is not None and operator.name not in _forced.get():
+    is_usual = operator.name not in _forced.get() and not is_overridden()
+    if sizes is not None and route.entry is not None and is_usual:
         if len(_known) >= _MEMO_LIMIT:
             _known.clear()
-        _known[operator.name, sizes] = Known(route.entry(key, config), key, selection)
+        _known[sizes] = Known(route.entry(key, config), key, selection)
     return problem.outputs
 
 
@@ -110,11 +111,11 @@ class Known(NamedTuple):
     selection: Selection
 
 
-def known(operator: Operator, sizes: tuple[Any, ...]) -> Known | None:
+def known(sizes: tuple[Any, ...]) -> Known | None:
     """What serves calls with these `sizes` the short way; None where there is no short way, a
     route is forced, or somebody watches."""
-    found = _known.get((operator.name, sizes))
-    if found is None or _forced.get() or _witnesses.get():
+    found = _known.get(sizes)
+    if found is None or _forced.get() or _witnesses.get() or is_overridden():
         return None
     if found.selection.is_fallback and envs.strict():
         return None

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastkernels.core.kernels import PACKAGE, Binary, Kernel, knobs
+from fastkernels.core import toolchain
+from fastkernels.core.kernels import PACKAGE, Binary, Kernel, csrc_folder, knobs
 from fastkernels.version import __version__
 
 SCHEMA = 1
@@ -45,12 +46,35 @@ def folder() -> Path:
 
 @cache
 def manifest() -> dict[str, Any] | None:
-    """The manifest beside the library; None where nothing was built or it cannot be read."""
+    """The manifest beside the library; None where nothing was built or it makes no sense."""
     try:
         found = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else None
+    return found if _has(found, MANIFEST) and _is_sound(found) else None
+
+
+MANIFEST = {"schema": int, "version": str, "kernels": list, "missing": list}
+LIBRARY = {"file": str, "sha256": str, "bytes": int, "sources_sha256": str}
+KERNEL = {
+    "op": str, "route": str, "language": str, "config": dict, "arch": str, "variant": str,
+    "binary": int, "symbol": str, "threads": int, "shared_bytes": int, "sources_sha256": str,
+}  # fmt: skip
+
+
+def _has(data: Any, types: dict[str, type]) -> bool:
+    return isinstance(data, dict) and all(type(data.get(name)) is t for name, t in types.items())
+
+
+def _is_sound(found: dict[str, Any]) -> bool:
+    """Whether everything that is read later is there, so that nothing has to look again."""
+    library = found.get("library")
+    return (
+        found["schema"] == SCHEMA
+        and (library is None or _has(library, LIBRARY))
+        and all(_has(entry, KERNEL) for entry in found["kernels"])
+        and all(_has(entry, {"what": str, "reason": str}) for entry in found["missing"])
+    )
 
 
 @cache
@@ -69,7 +93,15 @@ def load() -> Library | LibraryState:
     if found["library"] is None:
         reasons = "; ".join(f"{m['what']}: {m['reason']}" for m in found["missing"][:1])
         return LibraryState("missing", f"not built ({reasons})", cost)
+    if _is_stale(found["library"]["sources_sha256"]):
+        return LibraryState("wrong", f"made from other host sources than csrc/; {REBUILD}", cost)
     return _open(folder() / found["library"]["file"], found, cost)
+
+
+def _is_stale(sources_sha256: str) -> bool:
+    """Whether a checkout's host sources have changed; an installed package has none."""
+    is_checkout = (csrc_folder() / "common" / "cubin.cc").is_file()
+    return is_checkout and toolchain.host_digest() != sources_sha256
 
 
 def _open(path: Path, found: dict[str, Any], cost: str) -> Library | LibraryState:
@@ -129,7 +161,22 @@ def built(kernel: Kernel, config: Any, arch: str) -> list[dict[str, Any]] | None
 
 @cache
 def _digest(kernel: Kernel) -> str:
-    return kernel.digest()
+    try:
+        return kernel.digest()
+    except OSError:  # sources that cannot be read match nothing
+        return ""
+
+
+@cache
+def driver_problem() -> str | None:
+    """Why this machine's driver cannot load the library's machine code; asked once."""
+    library = load()
+    assert isinstance(library, Library)
+    try:
+        library.module.get_function("driver_version")()
+    except RuntimeError as error:  # too old, or none at all
+        return str(error)
+    return None
 
 
 _ARGUMENTS = {"cuda": 0, "cute": 1, "triton": 2}  # enum class Arguments of csrc/common/cubin.h
@@ -163,4 +210,5 @@ def forget() -> None:
     """Look at the files again; plans that are open stay."""
     manifest.cache_clear()
     load.cache_clear()
+    driver_problem.cache_clear()
     _digest.cache_clear()

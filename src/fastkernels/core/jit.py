@@ -8,11 +8,13 @@ be written is replaced by one of this process in the temporary directory, with o
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -45,11 +47,12 @@ def _missing(language: str, arch: str) -> str | None:
 
 def binary(kernel: Kernel, config: Any, arch: str, variant: str) -> Binary:
     """The kept machine code, or a compile. Raises ToolchainError."""
-    name = toolchain.identity(kernel, config, arch, variant)
-    path = _folder() / f"{name}.cubin"
-    kept = _read(path)
+    name = f"{toolchain.identity(kernel, config, arch, variant)}.cubin"
+    wanted = envs.cache_folder()
+    kept = None if wanted is None else _read(wanted / name)  # even where it is read-only
     if kept is not None:
         return kept
+    path = _folder(wanted) / name
     with _locked(path.with_suffix(".lock")):
         kept = _read(path)
         if kept is not None:
@@ -60,7 +63,10 @@ def binary(kernel: Kernel, config: Any, arch: str, variant: str) -> Binary:
             "%s: compiled route %r with %s for %s (%s) just in time in %.1f s",
             kernel.op, kernel.name, config, arch, variant, time.perf_counter() - start,
         )  # fmt: skip
-        _write(path, made)
+        try:
+            _write(path, made)
+        except OSError as error:  # a full disk costs the next process a compile, not this one
+            envs.logger().warning("%s: a compiled kernel could not be kept: %s", path, error)
     return made
 
 
@@ -90,20 +96,31 @@ def _write(path: Path, made: Binary) -> None:
         "sha256": hashlib.sha256(made.cubin).hexdigest(),
     }
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(MAGIC + json.dumps(facts).encode() + b"\n" + made.cubin)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(MAGIC + json.dumps(facts).encode() + b"\n" + made.cubin)
+        os.chmod(temporary, 0o644)  # a cache may be shared between users
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError:  # another user's: two may compile the same, and the later file stays
         yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _folder() -> Path:
-    wanted = envs.cache_folder()
+def _folder(wanted: Path | None) -> Path:
     if wanted is not None and _is_writable(wanted):
         return wanted
     temporary = _temporary_folder()
@@ -127,4 +144,6 @@ def _is_writable(folder: Path) -> bool:
 
 @cache
 def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="fastkernels-jit-"))
+    folder = Path(tempfile.mkdtemp(prefix="fastkernels-jit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -228,6 +228,11 @@ def check_tensor(spec: OpSpec, argument: TensorSpec, shape: tuple[str, ...], val
         raise ArgumentError(
             f"{spec.name}: {argument.name!r} has layout {value.layout}, expected torch.strided"
         )
+    if value.is_neg():
+        raise ArgumentError(
+            f"{spec.name}: {argument.name!r} is a lazy negation, expected its values; call "
+            "resolve_neg()"
+        )
     if value.dim() != len(shape):
         raise ArgumentError(
             f"{spec.name}: {argument.name!r} has shape {tuple(value.shape)}, expected "

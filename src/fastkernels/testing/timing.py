@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def host_us(
     call: Callable[[], Any],
     synchronize: Callable[[], Any],
     calls: int = 200,
-    batches: int = 5,
+    batches: int = 15,
 ) -> float:
     """Microseconds until an asynchronous call returns: median over batches of `calls` calls.
 
@@ -102,10 +103,16 @@ def host_growth(
 def _batches(
     call: Callable[[], Any], synchronize: Callable[[], Any], calls: int, batches: int
 ) -> Iterator[float]:
-    for _ in range(batches):
+    collects = gc.isenabled()
+    gc.disable()  # as timeit does: a collection's cost is that of whatever else is imported
+    try:
+        for _ in range(batches):
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            yield (time.perf_counter() - start) / calls * 1e6
         synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        yield (time.perf_counter() - start) / calls * 1e6
-    synchronize()
+    finally:
+        if collects:
+            gc.enable()

@@ -1,6 +1,6 @@
 """From measured times to regimes along one axis. Plain data in and out: no files, no torch.
 
-Times are whole nanoseconds, the resolution of the timer, so sums are exact and ties are ties.
+Times are whole nanoseconds, so sums are exact and ties are ties.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from fastkernels_tuner.errors import EvidenceError, SourceError
 from fastkernels_tuner.fit import Candidate, Grid, Sample, Segment, evidence, fit
 
 SCHEMA = 1
+# CUPTI's time stamps come in steps of 32 ns: nothing below is known, however often it was measured.
+TICK_NS = 32
 Constants = tuple[tuple[str, int], ...]  # those that differ from the definition's
 Group = tuple[str, Constants]  # mode, constants
 
@@ -285,7 +287,8 @@ def _pool(rows: list[Row], iterations: int) -> Sample:
     times = [row.times_us for row in rows if row.times_us is not None]
     middle, low, high = (1000 * median(column) for column in zip(*times, strict=True))
     spread = max(high - middle, middle - low) * min(1.0, _P90_TO_MEDIAN / math.sqrt(iterations))
-    return Sample(round(middle), round(spread), len(rows), sum(row.trials for row in rows))
+    spread = max(round(spread), TICK_NS)
+    return Sample(round(middle), spread, len(rows), sum(row.trials for row in rows))
 
 
 def _check_coverage(grids: dict[Group, Grid], limits: tuple[int, int], setting: Setting) -> None:

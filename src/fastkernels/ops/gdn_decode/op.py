@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastkernels import envs
 from fastkernels.core import dispatch, torch_ops
 from fastkernels.core.route import Operator
 from fastkernels.ops.gdn_decode.problem import Inputs, bind
@@ -76,7 +77,7 @@ def _sizes(
     q: torch.Tensor, v: torch.Tensor, read_indices: torch.Tensor | None, inplace: bool
 ) -> tuple[Any, ...]:
     """What the key of a legal call follows from."""
-    return q.shape, v.shape, v.device, read_indices is not None, inplace
+    return SPEC.name, q.shape, v.shape, v.device, read_indices is not None, inplace
 
 
 def _enter(
@@ -99,31 +100,46 @@ def _enter(
     `bind` takes 110 us of Python, the library's own checks 1 us.
     """
     try:
-        known = dispatch.known(OPERATOR, _sizes(q, v, read_indices, inplace))
-        if known is None or type(inplace) is not bool or type(scale) not in (NoneType, float):
+        known = dispatch.known(_sizes(q, v, read_indices, inplace))
+        if known is None or type(inplace) is not bool or type(scale) not in (NoneType, float, int):
             return None
         new_state: torch.Tensor | None = None
+        results: tuple[torch.Tensor, torch.Tensor]
         if inplace or read_indices is not None:
-            assert state is not None
+            if state is None or (read_indices is not None and envs.check_values()):
+                return None
             output = torch.empty_like(v, memory_format=_CONTIGUOUS) if out is None else out
             results = output, state
         elif out is None:
             output = torch.empty_like(v, memory_format=_CONTIGUOUS)
             if state is None:
                 new_state = v.new_empty((*v.shape[::2], *v.shape[3:] * 2), dtype=torch.float32)
-            else:
+            elif state.shape[0] == v.shape[0]:
                 new_state = torch.empty_like(state, memory_format=_CONTIGUOUS)
+            else:  # a pool without indices, of any size
+                return None
             results = output, new_state
         else:
-            results = output, new_state = out
-        if torch.is_grad_enabled() and (
+            output, new_state = out
+            # To the library, no new_state means that the state is updated where it lies.
+            if type(out) is not tuple or new_state is None:
+                return None
+            results = output, new_state
+        # Asked of each, whether it matters or not: what is no tensor has no answer.
+        needs_grad = (
             q.requires_grad or k.requires_grad or v.requires_grad or a.requires_grad
             or b.requires_grad or A_log.requires_grad or dt_bias.requires_grad
-            or (state is not None and state.requires_grad) or output.requires_grad
+            or output.requires_grad or (state is not None and state.requires_grad)
             or (new_state is not None and new_state.requires_grad)
-        ):  # fmt: skip
+        )  # fmt: skip
+        if needs_grad and torch.is_grad_enabled():
             return None
-    except (AttributeError, AssertionError, TypeError, ValueError):  # not what the types say
+        # The library would read the values without their sign; of bfloat16 there are no such views.
+        if A_log.is_neg() or dt_bias.is_neg() or (state is not None and state.is_neg()):
+            return None
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # not what the types say
         return None
     served = dispatch.enter(
         known, q, k, v, state, A_log, a, dt_bias, b, scale or 0.0, read_indices, write_indices,

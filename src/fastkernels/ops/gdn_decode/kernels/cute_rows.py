@@ -118,7 +118,15 @@ def _log_gate(A_log: Float32, a: Float32, dt_bias: Float32) -> Float32:
         factor = x + w * ratio
         exponent = A_log
         low = Float32(0.0)
-    return -_exp(exponent, low) * factor
+    log_g = -_exp(exponent, low) * factor
+    # inf * 0 counts as 0; exp(A_log) is 0 in the oracle's float64 below -745.
+    if x == -Float32.inf:
+        log_g = Float32(0.0)
+    if x == Float32.inf:
+        log_g = -Float32.inf
+        if A_log < -745.0:
+            log_g = Float32(0.0)
+    return log_g
 
 
 @cute.jit

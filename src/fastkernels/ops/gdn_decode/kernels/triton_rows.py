@@ -70,7 +70,10 @@ def _log_gate(A_log, a, dt_bias):
     ratio = 2.0 * inverse * (1.0 + t * series)
     exponent, low = _two_sum(A_log, tl.where(x > 0.0, 0.0, x))
     rate = _exp(exponent, low + tl.where(x > 0.0, 0.0, x_low))
-    return -rate * tl.where(x > 0.0, x + w * ratio, ratio)
+    log_g = -rate * tl.where(x > 0.0, x + w * ratio, ratio)
+    # inf * 0 counts as 0; exp(A_log) is 0 in the oracle's float64 below -745.
+    log_g = tl.where(x == float("-inf"), 0.0, log_g)
+    return tl.where(x == float("inf"), tl.where(A_log < -745.0, 0.0, float("-inf")), log_g)
 
 
 @triton.jit
