@@ -32,8 +32,11 @@ def rows(
     operator: Operator, device: DeviceInfo, modes: Sequence[str]
 ) -> Iterator[tuple[str, Case]]:
     """Contest rows functional and in place; serving rows in pool form, too; then what lies around
-    the boundaries of the device's table."""
+    the boundaries of the device's table for the definition's heads."""
     table, _ = dispatch.find_table(operator, device)
+    if table is not None:
+        own_heads = tuple(regime for regime in table.regimes if not regime.constants)
+        table = dataclasses.replace(table, regimes=own_heads)
     gap = [c for c in gap_cases(table) if 0 < c.batch_size <= LARGEST_GAP_BATCH]
     for listed, cases, own in (
         ("contest", CONTEST, ("functional", "inplace")),
