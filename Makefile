@@ -42,6 +42,7 @@ test-kernels: kernels $(VENV)/.dev
 	@$(BIN)/python -m pytest -m toolchain tests $(PYTEST_ARGS)
 
 wheel: $(VENV)/.package
+	@rm -rf dist build/lib* build/bdist*  # setuptools would ship what was deleted since
 	@FASTKERNELS_RELEASE=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 	@if command -v auditwheel > /dev/null; then auditwheel show dist/*.whl; fi

@@ -24,7 +24,16 @@ inline bool Equal(DLDataType a, DLDataType b) {
 // are, they are never multiplied by more than 0).
 class View {
  public:
-  explicit View(const DLTensor* t) : t_(t) {}
+  explicit View(const DLTensor* t)
+      : t_(t), data_(reinterpret_cast<uintptr_t>(t->data) + t->byte_offset), end_(data_) {
+    int64_t last = 0;
+    for (int i = 0; i < t->ndim; ++i) {
+      if (t->shape[i] == 0) return;
+      // Without strides, or with negative ones, Is() refuses before anybody asks for the end.
+      if (t->strides != nullptr) last += (t->shape[i] - 1) * t->strides[i];
+    }
+    end_ += static_cast<uintptr_t>(last + 1) * (t->dtype.bits / 8);
+  }
 
   bool Is(DLDataType dtype, std::initializer_list<int64_t> shape) const {
     return Equal(t_->dtype, dtype) && t_->ndim == static_cast<int>(shape.size()) &&
@@ -51,25 +60,17 @@ class View {
   // Where elements exist, so does memory: a tensor that is traced, not real, has none.
   bool HasMemory() const { return data() != 0 || IsEmpty(); }
 
-  bool IsEmpty() const {
-    return std::any_of(t_->shape, t_->shape + t_->ndim, [](int64_t size) { return size == 0; });
-  }
+  bool IsEmpty() const { return end_ == data_; }
 
   int64_t size(int axis) const { return t_->shape[axis]; }
   int64_t stride(int axis) const { return t_->strides[axis]; }
   int32_t ndim() const { return t_->ndim; }
   DLDevice device() const { return t_->device; }
   DLDataType dtype() const { return t_->dtype; }
-  uintptr_t data() const { return reinterpret_cast<uintptr_t>(t_->data) + t_->byte_offset; }
-  void* pointer() const { return reinterpret_cast<void*>(data()); }
-
-  // One past the last byte of the last element; the first byte is at data().
-  uintptr_t end() const {
-    if (IsEmpty()) return data();
-    int64_t last = 0;
-    for (int i = 0; i < t_->ndim; ++i) last += (t_->shape[i] - 1) * t_->strides[i];
-    return data() + static_cast<uintptr_t>(last + 1) * (t_->dtype.bits / 8);
-  }
+  uintptr_t data() const { return data_; }
+  void* pointer() const { return reinterpret_cast<void*>(data_); }
+  // One past the last byte of the last element; data() where there is none.
+  uintptr_t end() const { return end_; }
 
   // Byte ranges that are apart; ranges that meet may still share no element.
   bool IsApartFrom(const View& other) const {
@@ -99,6 +100,7 @@ class View {
 
  private:
   const DLTensor* t_;
+  uintptr_t data_, end_;
 };
 
 }  // namespace fastkernels

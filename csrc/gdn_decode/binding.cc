@@ -225,32 +225,34 @@ void LaunchPlan(const Plan& plan, Params* p, int variant, DLDevice device_id) {
   Launch(plan, plan.variants[variant], grid, stream, arguments);
 }
 
+// A tensor argument, null for None; `is_kind` becomes false over anything else.
+const DLTensor* Get(const ffi::AnyView& argument, bool* is_kind) {
+  if (auto tensor = argument.try_cast<DLTensor*>()) return *tensor;
+  *is_kind = *is_kind && argument.type_index() == ffi::TypeIndex::kTVMFFINone;
+  return nullptr;
+}
+
 // The entry of every compiled route. `new_state` None: the state is updated where it lies.
 // `scale` 0 is the default. False: nothing was launched, and Python should look at the call.
-bool Decode(int64_t plan, bool is_checked, DLTensor* q, DLTensor* k, DLTensor* v,
-            ffi::Optional<DLTensor*> state, DLTensor* A_log, DLTensor* a, DLTensor* dt_bias,
-            DLTensor* b, double scale, ffi::Optional<DLTensor*> read_indices,
-            ffi::Optional<DLTensor*> write_indices, DLTensor* output,
-            ffi::Optional<DLTensor*> new_state) {
-  const Call call{q,
-                  k,
-                  v,
-                  state.value_or(nullptr),
-                  A_log,
-                  a,
-                  dt_bias,
-                  b,
-                  scale,
-                  read_indices.value_or(nullptr),
-                  write_indices.value_or(nullptr),
-                  output,
-                  new_state.value_or(nullptr)};
+bool Decode(int64_t plan, bool is_checked, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v,
+            ffi::AnyView state, ffi::AnyView A_log, ffi::AnyView a, ffi::AnyView dt_bias,
+            ffi::AnyView b, double scale, ffi::AnyView read_indices, ffi::AnyView write_indices,
+            ffi::AnyView output, ffi::AnyView new_state) {
+  bool is_kind = true;
+  auto get = [&](const ffi::AnyView& argument) { return Get(argument, &is_kind); };
+  const Call call{get(q),        get(k), get(v), get(state),        get(A_log),         get(a),
+                  get(dt_bias),  get(b), scale,  get(read_indices), get(write_indices), get(output),
+                  get(new_state)};
+  for (const DLTensor* required :
+       {call.q, call.k, call.v, call.A_log, call.a, call.dt_bias, call.b, call.output}) {
+    is_kind = is_kind && required != nullptr;
+  }
   Params params;
   int variant = kAny;
-  if (!Prepare(call, is_checked, &params, &variant)) return false;
+  if (!is_kind || !Prepare(call, is_checked, &params, &variant)) return false;
   if (plan == 0) return true;  // the checks alone, for tests on any device
-  if (q->device.device_type != kDLCUDA) return false;
-  if (params.batch_size > 0) LaunchPlan(Plan::Get(plan), &params, variant, q->device);
+  if (call.q->device.device_type != kDLCUDA) return false;
+  if (params.batch_size > 0) LaunchPlan(Plan::Get(plan), &params, variant, call.q->device);
   return true;
 }
 

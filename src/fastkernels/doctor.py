@@ -82,7 +82,8 @@ def _compilers() -> list[Finding]:
         reasons = [toolchain.missing(language, arch) for arch in archs.ARCHS]
         reason = next(filter(None, reasons), None)
         if reason is None:
-            findings.append(Finding(name, "ok", versions[language]))
+            where = f" in {toolchain.find_nvcc().path}" if language == "cuda" else ""
+            findings.append(Finding(name, "ok", versions[language] + where))
         else:
             cost = "configs outside the library cannot be compiled just in time in this language"
             findings.append(Finding(name, "missing", reason, cost))

@@ -483,9 +483,9 @@ def test_a_launch_that_fails_names_operator_route_and_config(
     key = dispatch.key_for(OPERATOR, "cuda", "functional", {"batch_size": 2})
     selection = dispatch.Selection(route, kernel.config, "for this test")
     known = dispatch.Known(route.entry(key, kernel.config), key, selection)
-    output, new_state = torch.empty_like(inputs.v), torch.empty_like(inputs.state)  # type: ignore[arg-type]
+    monkeypatch.setattr(dispatch, "known", lambda sizes: known)
     with pytest.raises(LaunchError, match=words):
-        dispatch.enter(known, *inputs[:8], 0.0, None, None, output, new_state)
+        decode(inputs)
     torch.cuda.synchronize()
 
 

@@ -26,7 +26,8 @@ class DeviceInfo(NamedTuple):
 
 
 CPU = DeviceInfo("cpu", "CPU", 0)
-_override: DeviceInfo | None = None
+override: DeviceInfo | None = None
+"""What `override_device` puts in the place of every device."""
 
 
 @cache
@@ -38,8 +39,8 @@ def _query_cuda(index: int) -> DeviceInfo:
 
 def device_info(device: torch.device) -> DeviceInfo:
     """Facts about the device that a tensor lies on; a query per index and process, then cached."""
-    if _override is not None:
-        return _override
+    if override is not None:
+        return override
     if device.type == "cpu":
         return CPU
     if device.type == "cuda":
@@ -65,8 +66,8 @@ def named_device(name: str | torch.device | DeviceInfo | None) -> DeviceInfo:
     if isinstance(name, DeviceInfo):
         return name
     if name is None:
-        if _override is not None:
-            return _override
+        if override is not None:
+            return override
         return device_info(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(name, str) and name.lower() in archs.PRODUCTS:
         product = archs.PRODUCTS[name.lower()]
@@ -83,16 +84,12 @@ def named_device(name: str | torch.device | DeviceInfo | None) -> DeviceInfo:
     return device_info(device)
 
 
-def is_overridden() -> bool:
-    return _override is not None
-
-
 @contextmanager
 def override_device(name: str | DeviceInfo) -> Iterator[DeviceInfo]:
     """Make every tensor appear to lie on `name`: dispatch as there, on a machine without it."""
-    global _override
-    previous, _override = _override, named_device(name)
+    global override
+    previous, override = override, named_device(name)
     try:
-        yield _override
+        yield override
     finally:
-        _override = previous
+        override = previous

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels import envs
+from fastkernels.core import device as devices
 from fastkernels.core import table as tables
-from fastkernels.core.device import DeviceInfo, index_of, is_overridden, named_device
-from fastkernels.core.extension import LaunchFailed
+from fastkernels.core.device import DeviceInfo, index_of, named_device
 from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
 from fastkernels.core.route import Operator, Route
 from fastkernels.core.spec import OpSpec
@@ -94,8 +94,8 @@ def run(
     except (FastkernelsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise _launch_error(key, selection, error) from error
-    is_usual = operator.name not in _forced.get() and not is_overridden()
+        raise launch_error(key, selection, error) from error
+    is_usual = operator.name not in _forced.get() and devices.override is None
     if sizes is not None and route.entry is not None and is_usual:
         if len(_known) >= _MEMO_LIMIT:
             _known.clear()
@@ -104,7 +104,11 @@ def run(
 
 
 class Known(NamedTuple):
-    """A problem that was served before, and the library's entry bound to its kernel."""
+    """A problem that was served before, and the library's entry bound to its kernel.
+
+    `entry` launches and gives True, or gives False where the arguments are not plainly legal; it
+    raises LaunchFailed where the launch fails, anything else over arguments of the wrong kind.
+    """
 
     entry: Callable[..., bool]
     key: ProblemKey
@@ -115,25 +119,14 @@ def known(sizes: tuple[Any, ...]) -> Known | None:
     """What serves calls with these `sizes` the short way; None where there is no short way, a
     route is forced, or somebody watches."""
     found = _known.get(sizes)
-    if found is None or _forced.get() or _witnesses.get() or is_overridden():
+    if found is None or _forced.get() or _witnesses.get() or devices.override is not None:
         return None
     if found.selection.is_fallback and envs.strict():
         return None
     return found
 
 
-def enter(known: Known, *arguments: Any) -> bool:
-    """Straight to the library, which checks the arguments itself. False, with nothing launched,
-    where they are not plainly legal: then `run` has the words."""
-    try:
-        return known.entry(*arguments)
-    except LaunchFailed as error:
-        raise _launch_error(known.key, known.selection, error) from error
-    except Exception:  # an argument that is no tensor, or none that can be handed over
-        return False
-
-
-def _launch_error(key: ProblemKey, selection: Selection, error: Exception) -> LaunchError:
+def launch_error(key: ProblemKey, selection: Selection, error: Exception) -> LaunchError:
     return LaunchError(
         f"{key.op}: route {selection.route.name!r} with {selection.config} failed on "
         f"{key.describe()}: {error}"
@@ -518,10 +511,12 @@ def explain(operator: Operator, key: ProblemKey) -> Explanation:
             continue
         decline = route.declines(key, route.default_config)
         others[route.name] = (
-            decline.reason if decline else f"serves this; not chosen by {selection.reason}"
+            decline.reason if decline else "serves this, not chosen"
         )
     table, hit = selection.table, selection.hit
-    evidence = hit.entry.evidence if hit and isinstance(hit.entry, tables.Regime) else {}
+    evidence: Mapping[str, Any] = {}
+    if hit and isinstance(hit.entry, tables.Regime) and hit.entry.route == selection.route.name:
+        evidence = hit.entry.evidence  # of this route; where it declines, not another's
     return Explanation(
         op=key.op,
         device=key.device.product,

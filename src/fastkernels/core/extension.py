@@ -156,7 +156,12 @@ def built(kernel: Kernel, config: Any, arch: str) -> list[dict[str, Any]] | None
     }
     if any(variant not in found for variant in kernel.variants):
         return None
-    return [found[variant] for variant in kernel.variants]
+    entries = [found[variant] for variant in kernel.variants]
+    if kernel.launch_shape is not None:  # a checkout's may have changed since
+        shape = kernel.launch_shape(config)
+        if any((entry["threads"], entry["shared_bytes"]) != shape for entry in entries):
+            return None
+    return entries
 
 
 @cache

@@ -170,6 +170,7 @@ def identity(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
         kernel.op, kernel.name, kernel.language, kernel.digest(), knobs(config), arch, variant,
         versions().get(kernel.language),
         _nvcc_flags(kernel, config, arch, variant) if kernel.language == "cuda" else [],
+        kernel.launch_shape(config) if kernel.launch_shape else [],  # kept beside the code
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
