@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 from fastkernels import catalog, cli
@@ -31,6 +32,7 @@ def test_commands_and_variables_exist() -> None:
             continue
         assert command not in ("demo", "doctor", "explain")
     sources = (ROOT / "src" / "fastkernels" / "envs.py").read_text()
+    sources += (ROOT / "setup.py").read_text()
     for variable in set(re.findall(r"FASTKERNELS_\w+", README)):
         assert f'"{variable}"' in sources, variable
 
@@ -38,6 +40,29 @@ def test_commands_and_variables_exist() -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_h200_times_are_those_of_the_result_file() -> None:
+    section = README.split("## Times on an H200")[1].split("\n## ")[0]
+    result = json.loads((ROOT / "bench/results/h200/gdn_decode.json").read_text())
+    assert result["code"]["commit"].startswith(re.findall(r"commit\n?(?: |)(\w{7})\)", section)[0])
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", section, flags=re.MULTILINE)
+    assert len(rows) == 14
+    for mode, batch, ours, flashinfer in rows:
+        found = [
+            row
+            for row in result["rows"]
+            if (row["list"], row["mode"]) == ("contest", mode)
+            and row["axes"]["batch_size"] == int(batch)
+        ]
+        assert f"{statistics.mean(r['us']['median'] for r in found):.2f}" == ours
+        peer = statistics.mean(r["peers"]["flashinfer"]["sum_us"] for r in found)
+        assert f"{peer:.2f}" == flashinfer
+    ratios = [
+        f"{result['summary']['contest'][mode]['flashinfer']['mean_of_ratios']:.2f}"
+        for mode in ("functional", "inplace")
+    ]
+    assert re.findall(r"([\d.]+) (?:functional|in place) \(worst", section) == ratios
 
 
 def test_cpu_times_are_those_of_the_result_files() -> None:

@@ -510,9 +510,7 @@ def explain(operator: Operator, key: ProblemKey) -> Explanation:
         if route.name == selection.route.name:
             continue
         decline = route.declines(key, route.default_config)
-        others[route.name] = (
-            decline.reason if decline else "serves this, not chosen"
-        )
+        others[route.name] = decline.reason if decline else "serves this, not chosen"
     table, hit = selection.table, selection.hit
     evidence: Mapping[str, Any] = {}
     if hit and isinstance(hit.entry, tables.Regime) and hit.entry.route == selection.route.name:
