@@ -38,7 +38,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # a script finds what lies beside it, not itself
 
 from bench import facts, peers, workloads
-from bench.gpu import Bench, Options
+from bench.gpu import UNHOSTED, Bench, Options
 from bench.sweep import Sweep, choices
 from fastkernels import catalog, demo, force_route
 from fastkernels.core.device import device_info
@@ -176,7 +176,7 @@ def run_gpu(
         write(path, bench.result(stamp, clocks, tests))
 
     try:
-        bench.measure_host([case for _, case in rows])
+        bench.measure_host([case for listed, case in rows if listed != UNHOSTED])
         with cupti.recording(options.device) as recorder:
             bench.measure(rows, recorder, save)
         clocks.append(clock(options.device))

@@ -201,7 +201,7 @@ def test_what_goes_wrong_while_it_is_timed_counts(recorder: Any) -> None:
     made.operator = types.SimpleNamespace(name="gdn_decode", function=tires)  # type: ignore[assignment]
     with pytest.raises(RowFailed, match="host time"):
         made.row("contest", CONTEST[0], recorder)
-    made.host[_identity(CONTEST[0])] = {"peers": {}}
+    made.host[_identity(CONTEST[0])] = {"host_us": 1.0, "host_out_us": 1.0, "peers": {}}
     calls.clear()
     row = made.row("contest", CONTEST[0], recorder)
     assert row["failures"] == 2
