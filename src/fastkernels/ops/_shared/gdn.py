@@ -94,7 +94,7 @@ def bind_call(spec: OpSpec, inputs: Any, out: Any, workspace: Any) -> Problem:
     else:
         outputs = prepare_outputs(spec, inputs, axes, device, out)
     check_workspace(spec, inputs, workspace, outputs, device)
-    if form.mode == "pool" and envs.check_values():
+    if envs.check_values() and form.mode == "pool":
         check_slots(spec.name, inputs)
     traits = () if _widths_agree(inputs) else (MIXED_INDICES,)
     return Problem(problem_key(spec, axes, device, form.mode, traits), inputs, outputs, workspace)
