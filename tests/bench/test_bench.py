@@ -415,3 +415,11 @@ def test_the_plot(measured: dict[str, Any], tmp_path: Path) -> None:
         report.plot(measured, "batch_size", path)
     assert first.read_bytes() == second.read_bytes()
     assert cupti.NEEDS  # the same extra brings both
+
+
+def test_every_compiled_route_offers_more_than_its_default() -> None:
+    for route in OPERATOR.routes:
+        if route.language != "torch":
+            found = list(sweep.candidates(route))
+            assert len(set(found)) > 10, route.name
+            assert found[0] == route.default_config

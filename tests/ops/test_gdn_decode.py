@@ -1,7 +1,8 @@
 """gdn_decode beyond the contract: the oracle against another formulation, reports, refusals.
 
 The oracle over all cases, poisoned outputs and aliasing are in test_contracts.py, graphs and
-streams in tests/graph. C16 (compilations per batch size) and C17 (host time per call) need a GPU;
+streams in tests/graph. C16 (compilations per batch size) and C17 (host time per call) are in
+test_gdn_decode_gpu.py;
 C08 (the layout that prefill hands over) is in test_gdn_prefill.py.
 """
 

@@ -1,7 +1,8 @@
 """gdn_decode's compiled routes on a GPU: what the contract tests do not ask.
 
 Every route over every case, poisoned outputs and guard bytes: test_contracts.py. Capture, streams
-and synchronisation of the dispatched route: tests/graph/test_gpu.py.
+and synchronisation of the dispatched route: tests/graph/test_gpu.py. Not here: C91 (tensors on a
+GPU that is not current) needs two GPUs; C101 (scratch inside a graph): decode has none.
 """
 
 from __future__ import annotations

@@ -18,9 +18,6 @@ from fastkernels.core.kernels import Binary, Kernel
 from fastkernels.core.problem import ProblemKey
 from fastkernels.core.route import Decline, Route
 
-# What a library's entry returns when it launched nothing and Python should look at the call.
-REFUSED = False
-
 _plans: dict[tuple[str, str, Any, str], int] = {}
 _loaded: set[tuple[int, int]] = set()
 

@@ -117,24 +117,35 @@ class BulkRows:
         return self.stages * (self.rows_per_block * HEAD_SIZE * 4 + 8 * self.warps)
 
 
+LANE_ROWS = {"lanes_per_row": (8, 16, 32), "rows_per_lane": (1, 2, 4, 8), "warps": (1, 2, 4, 8)}
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         OP, "warp_rows", "cuda", ARCHS, WarpRows(16, 1, 4, 0), "gdn_decode/warp_rows.cu",
         tile=lambda c: (c.rows_per_block, 0),
         launch_shape=lambda c: (32 * c.warps, 0),
         variants=("aligned", "any", "compact", "compact_pool"),
+        candidates=LANE_ROWS | {"streaming": (0, 1, 2)},
     ),
     Kernel(
         OP, "bulk_rows", "cuda", ARCHS, BulkRows(32, 3, 4, 4, 0), "gdn_decode/bulk_rows.cu",
         tile=lambda c: (c.rows_per_block, c.blocks_per_sm),
         launch_shape=lambda c: (32 * c.warps, c.shared_bytes),
+        candidates={
+            "rows_per_block": (16, 32, 64, 128), "stages": (2, 3, 4, 6), "warps": (2, 4, 8, 16),
+            "blocks_per_sm": (1, 2, 3, 4, 8), "bulk_store": (0, 1),
+        },
     ),
     Kernel(
         OP, "triton_rows", "triton", ARCHS, TritonRows(16, 16, 4), "triton_rows.py",
         tile=lambda c: (c.rows_per_block, 0),
+        candidates={
+            "rows_per_block": (8, 16, 32, 64), "lanes_per_row": (8, 16, 32), "warps": (2, 4, 8),
+        },
     ),
     Kernel(
         OP, "cute_rows", "cute", ARCHS, CuteRows(16, 4, 4), "cute_rows.py",
         tile=lambda c: (c.rows_per_block, 0),
+        candidates=LANE_ROWS,
     ),
 )  # fmt: skip
