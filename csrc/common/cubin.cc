@@ -140,7 +140,7 @@ void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream
     const char* text = nullptr;
     driver.get_error_name(status, &name);
     driver.get_error_string(status, &text);
-    // A kind of its own: Python tells it from a refused argument (core/dispatch.py, `enter`).
+    // A kind of its own: Python tells it from a refused argument (op.py of each operator).
     TVM_FFI_THROW(LaunchFailed) << plan.label << ": launch gave " << (name ? name : "?") << ": "
                                 << (text ? text : "");
   }

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "common/cubin.h"
+#include "common/served.h"
 #include "common/tensor.h"
 #include "gdn_decode/params.h"
 
@@ -232,12 +233,26 @@ const DLTensor* Get(const ffi::AnyView& argument, bool* is_kind) {
   return nullptr;
 }
 
+// What is said instead of a plan's handle: the plan is the one remembered for these sizes; or
+// nothing is launched and the checks alone are made, those of a call that Python has or has not
+// looked at (for tests, on any device).
+enum : int64_t { kRemembered = 0, kCheckAlone = -1, kCheckAgainAlone = -2 };
+
+// What the dispatcher's decision follows from; see `sizes` in ops/gdn_decode/routes/library.py.
+int64_t FindPlan(const Call& call) {
+  static const Served& served = Served::Of("gdn_decode");
+  if (call.q->ndim != 4 || call.v->ndim != 4) return 0;
+  return served.Find({call.v->shape[0], call.q->shape[2], call.v->shape[2],
+                      call.q->device.device_id, call.read_indices != nullptr,
+                      call.new_state == nullptr});
+}
+
 // The entry of every compiled route. `new_state` None: the state is updated where it lies.
 // `scale` 0 is the default. False: nothing was launched, and Python should look at the call.
-bool Decode(int64_t plan, bool is_checked, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v,
-            ffi::AnyView state, ffi::AnyView A_log, ffi::AnyView a, ffi::AnyView dt_bias,
-            ffi::AnyView b, double scale, ffi::AnyView read_indices, ffi::AnyView write_indices,
-            ffi::AnyView output, ffi::AnyView new_state) {
+bool Decode(int64_t plan, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v, ffi::AnyView state,
+            ffi::AnyView A_log, ffi::AnyView a, ffi::AnyView dt_bias, ffi::AnyView b, double scale,
+            ffi::AnyView read_indices, ffi::AnyView write_indices, ffi::AnyView output,
+            ffi::AnyView new_state) {
   bool is_kind = true;
   auto get = [&](const ffi::AnyView& argument) { return Get(argument, &is_kind); };
   const Call call{get(q),        get(k), get(v), get(state),        get(A_log),         get(a),
@@ -247,11 +262,18 @@ bool Decode(int64_t plan, bool is_checked, ffi::AnyView q, ffi::AnyView k, ffi::
        {call.q, call.k, call.v, call.A_log, call.a, call.dt_bias, call.b, call.output}) {
     is_kind = is_kind && required != nullptr;
   }
+  if (!is_kind) return false;
+  const bool is_launched = plan >= 0;
+  if (is_launched && call.q->device.device_type != kDLCUDA) return false;
+  const bool is_checked = plan > 0 || plan == kCheckAgainAlone;
+  if (plan == kRemembered) {
+    plan = FindPlan(call);
+    if (plan == 0) return false;
+  }
   Params params;
   int variant = kAny;
-  if (!is_kind || !Prepare(call, is_checked, &params, &variant)) return false;
-  if (plan == 0) return true;  // the checks alone, for tests on any device
-  if (call.q->device.device_type != kDLCUDA) return false;
+  if (!Prepare(call, is_checked, &params, &variant)) return false;
+  if (!is_launched) return true;
   if (params.batch_size > 0) LaunchPlan(Plan::Get(plan), &params, variant, call.q->device);
   return true;
 }

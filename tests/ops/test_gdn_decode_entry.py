@@ -1,4 +1,4 @@
-"""The library's own checks against Python's, on host tensors: plan 0 launches nothing.
+"""The library's own checks against Python's, on host tensors: plans -1 and -2 launch nothing.
 
 Whatever the library takes, Python takes: else a call whose sizes were served before would skip a
 check. What Python takes and the library does not goes the long way, which is only slower.
@@ -46,9 +46,12 @@ def library_takes(
 ) -> bool:
     try:
         return bool(
-            entry(0, is_checked, *inputs[:8], inputs.scale or 0.0, *inputs[9:11], output, new_state)
-        )
-    except Exception:  # as `dispatch.enter`
+            entry(
+                -2 if is_checked else -1,
+                *inputs[:8], inputs.scale or 0.0, *inputs[9:11], output, new_state,
+            )
+        )  # fmt: skip
+    except Exception:  # as `op._enter`
         return False
 
 

@@ -23,6 +23,7 @@ from fastkernels.ops.gdn_decode.inputs import SERVING, Case, make_inputs
 from fastkernels.ops.gdn_decode.kernels import KERNELS
 from fastkernels.ops.gdn_decode.problem import Inputs
 from fastkernels.ops.gdn_decode.reference import reference
+from fastkernels.ops.gdn_decode.routes.library import sizes
 from fastkernels.testing.compare import clone, run_case, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -79,17 +80,46 @@ def test_the_table_serves_with_compiled_routes(mode: str) -> None:
 
 
 @MODES
-def test_the_short_way_is_the_long_way(mode: str) -> None:
+def test_the_short_way_is_the_long_way(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call goes through Python's checks, later ones do not: the same bits."""
     inputs = inputs_of(5, mode=mode, seed=3)
     dispatch.reload_tables()
     first = decode(clone(inputs))
-    sizes = OPERATOR.function.__globals__["_sizes"](
-        inputs.q, inputs.v, inputs.read_indices, inputs.inplace
-    )
-    assert dispatch.known(sizes) is not None
-    second = decode(clone(inputs))
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run", None)
+        second = decode(clone(inputs))
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+@MODES
+def test_sizes_that_were_not_served_take_the_long_way(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch.reload_tables()
+    decode(inputs_of(5, mode=mode))
+    others = [
+        inputs_of(6, mode=mode),
+        inputs_of(5, mode=mode, num_q_heads=2),
+        inputs_of(5, mode=mode, num_v_heads=16),
+        *(inputs_of(5, mode=other) for other in OPERATOR.spec.modes if other != mode),
+    ]
+    ran: list[int] = []
+    run = dispatch.run
+
+    def count(operator: Any, problem: Any) -> Any:
+        ran.append(1)
+        return run(operator, problem)
+
+    monkeypatch.setattr(dispatch, "run", count)
+    for each in others:
+        decode(each)
+    assert len(ran) == len(others)
+    for each in (inputs_of(5, mode=mode), *others):
+        decode(each)
+    assert len(ran) == len(others)
+    dispatch.reload_tables()
+    decode(others[0])
+    assert len(ran) == len(others) + 1
 
 
 @MODES
@@ -471,22 +501,20 @@ def test_a_launch_that_fails_names_operator_route_and_config(
         "broken", 0, [e["binary"] for e in entries], [e["symbol"] for e in entries],
         [1025] * len(entries), [0] * len(entries), list(kernel.tile(kernel.config)),
     )  # fmt: skip
-    monkeypatch.setitem(compiled._plans, (kernel.op, kernel.name, kernel.config, arch), int(handle))
     inputs = inputs_of(2)
-    words = (
-        rf"gdn_decode: route '{kernel.name}' with .* failed on gdn_decode\(batch_size=2.*INVALID"
-    )
-    with pytest.raises(LaunchError, match=words):
-        decode(inputs, kernel.name)
-    route = OPERATOR.route(kernel.name)
-    assert route is not None
-    assert route.entry is not None
+    words = r"gdn_decode: route '.*' with .* failed on gdn_decode\(batch_size=2.*broken.*INVALID"
+    dispatch.reload_tables()
+    decode(inputs)
     key = dispatch.key_for(OPERATOR, "cuda", "functional", {"batch_size": 2})
-    selection = dispatch.Selection(route, kernel.config, "for this test")
-    known = dispatch.Known(route.entry(key, kernel.config), key, selection)
-    monkeypatch.setattr(dispatch, "known", lambda sizes: known)
-    with pytest.raises(LaunchError, match=words):
-        decode(inputs)
+    extension.function("remember")("gdn_decode", list(sizes(key)), int(handle))
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run", None)
+        with pytest.raises(LaunchError, match=words):
+            decode(inputs)
+    dispatch.reload_tables()
+    monkeypatch.setitem(compiled._plans, (kernel.op, kernel.name, kernel.config, arch), int(handle))
+    with pytest.raises(LaunchError, match=words.replace(".*", kernel.name, 1)):
+        decode(inputs, kernel.name)
     torch.cuda.synchronize()
 
 

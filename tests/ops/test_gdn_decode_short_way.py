@@ -4,6 +4,7 @@ together on a GPU: test_gdn_decode_gpu.py."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastkernels import ArgumentError, LaunchError, gdn_decode
 from fastkernels.core import dispatch
 from fastkernels.core.device import override_device
 from fastkernels.core.extension import LaunchFailed
+from fastkernels.core.route import ShortWay
 from fastkernels.ops.gdn_decode import op
 from fastkernels.ops.gdn_decode.inputs import Case, make_inputs
 from fastkernels.ops.gdn_decode.problem import Inputs
@@ -23,14 +25,16 @@ MODES = ("functional", "inplace", "pool")
 
 
 class Library:
-    """Takes every call, and remembers it."""
+    """Takes every call, and keeps it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answer: bool | Exception = True
 
     def __call__(self, *arguments: Any) -> bool:
-        self.calls.append(arguments)
+        plan, *call = arguments
+        assert plan == 0  # the one that is remembered
+        self.calls.append(tuple(call))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -43,13 +47,10 @@ def library() -> Iterator[Library]:
 
 
 def inputs_of(library: Library, mode: str, **fields: Any) -> Inputs:
-    """Inputs whose sizes were served before, by `library`."""
+    """Inputs of an operator of which `library` served problems before."""
     sizes = {"num_q_heads": 1, "num_v_heads": 2, "head_size": 16, "seed": 5}
     inputs = make_inputs(Case("short", 3, mode=mode, **(sizes | fields)))
-    key = dispatch.key_for(op.OPERATOR, "cpu", mode, {"batch_size": 3, "num_q_heads": 1,
-                           "num_v_heads": 2, "head_size": 16})  # fmt: skip
-    known = dispatch.Known(library, key, dispatch.select(op.OPERATOR, key))
-    dispatch._known[op._sizes(inputs.q, inputs.v, inputs.read_indices, inputs.inplace)] = known
+    dispatch._short_ways["gdn_decode"] = ShortWay(library, lambda: None)
     return inputs
 
 
@@ -152,14 +153,63 @@ def test_when_somebody_decides_or_watches(
     assert len(library.calls) == 1
 
 
-def test_other_sizes_are_not_known(library: Library) -> None:
+def test_reloaded_tables_decide_anew(library: Library) -> None:
     inputs = inputs_of(library, "functional")
-    sizes: dict[str, Any] = {"num_v_heads": 2, "head_size": 16}
-    for case in (Case("b", 2, num_q_heads=1, **sizes), Case("h", 3, num_q_heads=2, **sizes)):
-        long_way(library, make_inputs(case))
-    long_way(library, inputs._replace(inplace=True))
+    forgotten: list[bool] = []
+    dispatch._short_ways["gdn_decode"] = ShortWay(library, lambda: forgotten.append(True))
     dispatch.reload_tables()
+    assert forgotten == [True]
     long_way(library, inputs)
+
+
+def test_strict_refuses_a_remembered_fallback(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of(library, "functional")
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")
+    gdn_decode(**inputs._asdict())
+    assert len(library.calls) == 1  # nothing that is remembered is a fallback
+    # After a call that another product's table served.
+    dispatch._fallbacks.add("gdn_decode")
+    library.calls.clear()
+    long_way(library, inputs)
+
+
+def remembering_route(library: Library) -> Any:
+    """The torch route as one that has the library remember what it served."""
+    told: list[tuple[Any, Any]] = []
+
+    def remember(key: Any, config: Any) -> ShortWay:
+        told.append((key, config))
+        return ShortWay(library, told.clear)
+
+    safe = op.OPERATOR.safe_route
+    return dataclasses.replace(safe, remember=remember), told
+
+
+def test_what_is_remembered(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each problem once, by the config that served it; nothing while a route is forced or a device
+    overridden; everything anew when there are too many."""
+    route, told = remembering_route(library)
+    operator = dataclasses.replace(op.OPERATOR, routes=(route,))
+    monkeypatch.setattr(op, "OPERATOR", operator)
+    monkeypatch.setattr(dispatch, "_MEMO_LIMIT", 2)
+    library.answer = False  # as of sizes that it does not remember
+    sizes: dict[str, Any] = {"num_q_heads": 1, "num_v_heads": 2, "head_size": 16}
+    cases = [make_inputs(Case("b", size, **sizes)) for size in (1, 2, 3)]
+    with dispatch.force_route(operator, route.name):
+        gdn_decode(**cases[0]._asdict())
+    with override_device("cpu"):
+        gdn_decode(**cases[0]._asdict())
+    assert not told
+    dispatch.reload_tables()
+    for _ in range(2):
+        for each in cases[:2]:
+            gdn_decode(**each._asdict())
+    assert [key.axis("batch_size") for key, _ in told] == [1, 2]
+    assert all(config == route.default_config for _, config in told)
+    gdn_decode(**cases[2]._asdict())
+    assert [key.axis("batch_size") for key, _ in told] == [3]
 
 
 @pytest.mark.parametrize(

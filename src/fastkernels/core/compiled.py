@@ -6,7 +6,7 @@ a problem is first selected, so a launch finds it in a dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from fastkernels.core import extension, jit
 from fastkernels.core.device import DeviceInfo, device_info
 from fastkernels.core.kernels import Binary, Kernel
 from fastkernels.core.problem import ProblemKey
-from fastkernels.core.route import Decline, Route
+from fastkernels.core.route import Decline, Route, ShortWay
 
 _plans: dict[tuple[str, str, Any, str], int] = {}
 _loaded: set[tuple[int, int]] = set()
@@ -26,9 +26,11 @@ def compiled_route(
     kernel: Kernel,
     call: Callable[[Any, int, Any, tuple[torch.Tensor, ...]], bool],
     supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None],
+    sizes: Callable[[ProblemKey], Sequence[int]],
 ) -> Route:
     """A route over one kernel. `call(entry, plan, inputs, outputs)` hands a checked problem to the
-    operator's entry of the library and returns what it returns."""
+    operator's entry of the library and returns what it returns; `sizes(key)` is what that entry
+    finds a remembered plan by, where it is handed 0 for one."""
 
     def launch(
         inputs: Any,
@@ -41,6 +43,13 @@ def compiled_route(
         if not call(extension.function(kernel.op), handle, inputs, outputs):
             raise RuntimeError("the library refuses a call that Python's checks let pass")
 
+    def remember(key: ProblemKey, config: Any) -> ShortWay:
+        handle = plan(kernel, config, key.device.arch, key.device_index)
+        extension.function("remember")(kernel.op, list(sizes(key)), handle)
+        return ShortWay(
+            extension.function(kernel.op), partial(extension.function("forget"), kernel.op)
+        )
+
     return Route(
         kernel.name,
         kernel.language,
@@ -51,11 +60,7 @@ def compiled_route(
         supports=supports,
         available=partial(available, kernel),
         prepare=lambda key, config: _prepare(kernel, key, config),
-        entry=lambda key, config: partial(
-            extension.function(kernel.op),
-            plan(kernel, config, key.device.arch, key.device_index),
-            False,
-        ),
+        remember=remember,
     )
 
 

@@ -26,7 +26,7 @@ from fastkernels.core import device as devices
 from fastkernels.core import table as tables
 from fastkernels.core.device import DeviceInfo, index_of, named_device
 from fastkernels.core.problem import Problem, ProblemKey, key_from_axes
-from fastkernels.core.route import Operator, Route
+from fastkernels.core.route import Operator, Route, ShortWay
 from fastkernels.core.spec import OpSpec
 from fastkernels.core.table import Table
 from fastkernels.errors import (
@@ -56,7 +56,9 @@ class Selection(NamedTuple):
 
 
 _memo: dict[ProblemKey, Selection] = {}
-_known: dict[tuple[Any, ...], Known] = {}
+_remembered: set[ProblemKey] = set()
+_short_ways: dict[str, ShortWay] = {}
+_fallbacks: set[str] = set()  # operators of which a fallback is remembered
 _tables: dict[tuple[str, str, DeviceInfo], tuple[Table | None, tuple[str, ...]]] = {}
 _prepared: set[tuple[str, str, Any, DeviceInfo, int]] = set()
 _NOTHING: Mapping[str, tuple[Route, Any]] = MappingProxyType({})
@@ -71,14 +73,8 @@ _witnesses: ContextVar[tuple[list[tuple[ProblemKey, Selection]], ...]] = Context
 # ---- the call -----------------------------------------------------------------------------------
 
 
-def run(
-    operator: Operator, problem: Problem, sizes: tuple[Any, ...] | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Select a route for a checked problem, launch it, and return the filled outputs.
-
-    `sizes` is what the key of a legal call follows from, the operator's name included: from now on
-    `known` has it.
-    """
+def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
+    """Select a route for a checked problem, launch it, and return the filled outputs."""
     key = problem.key
     selection = select(operator, key)
     route, config = selection.route, selection.config
@@ -95,35 +91,41 @@ def run(
         raise
     except Exception as error:
         raise launch_error(key, selection, error) from error
-    is_usual = operator.name not in _forced.get() and devices.override is None
-    if sizes is not None and route.entry is not None and is_usual:
-        if len(_known) >= _MEMO_LIMIT:
-            _known.clear()
-        _known[sizes] = Known(route.entry(key, config), key, selection)
+    if route.remember is not None and key not in _remembered:
+        _remember(route.remember, key, selection)
     return problem.outputs
 
 
-class Known(NamedTuple):
-    """A problem that was served before, and the library's entry bound to its kernel.
+def _remember(
+    remember: Callable[[ProblemKey, Any], ShortWay], key: ProblemKey, selection: Selection
+) -> None:
+    if key.op in _forced.get() or devices.override is not None:
+        return
+    if len(_remembered) >= _MEMO_LIMIT:
+        forget()
+    if selection.is_fallback:
+        _fallbacks.add(key.op)
+    _short_ways[key.op] = remember(key, selection.config)
+    _remembered.add(key)
 
-    `entry` launches and gives True, or gives False where the arguments are not plainly legal; it
-    raises LaunchFailed where the launch fails, anything else over arguments of the wrong kind.
-    """
 
-    entry: Callable[..., bool]
-    key: ProblemKey
-    selection: Selection
-
-
-def known(sizes: tuple[Any, ...]) -> Known | None:
-    """What serves calls with these `sizes` the short way; None where there is no short way, a
-    route is forced, or somebody watches."""
-    found = _known.get(sizes)
-    if found is None or _forced.get() or _witnesses.get() or devices.override is not None:
+def short_way(op: str) -> ShortWay | None:
+    """The way straight to the library, for problems of an operator that were served before; None
+    where there were none, a route is forced, or somebody watches."""
+    if _forced.get() or _witnesses.get() or devices.override is not None:
         return None
-    if found.selection.is_fallback and envs.strict():
+    if op in _fallbacks and envs.strict():  # the library does not know which ones they are
         return None
-    return found
+    return _short_ways.get(op)
+
+
+def forget() -> None:
+    """Make every problem take the long way once more."""
+    for way in tuple(_short_ways.values()):
+        way.forget()
+    _short_ways.clear()
+    _fallbacks.clear()
+    _remembered.clear()
 
 
 def launch_error(key: ProblemKey, selection: Selection, error: Exception) -> LaunchError:
@@ -373,8 +375,8 @@ def _remarks(table: Table, device: DeviceInfo) -> Iterator[str]:
 def reload_tables() -> None:
     """Forget every selection and table, so that the next call reads the files again."""
     _memo.clear()
-    _known.clear()
     _tables.clear()
+    forget()
 
 
 def lint_table(operator: Operator, table: Table) -> list[str]:

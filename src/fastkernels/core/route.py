@@ -43,6 +43,18 @@ def _no_workspace(axes: Mapping[str, int], config: Any) -> int:
     return 0
 
 
+class ShortWay(NamedTuple):
+    """The library's entry for problems that it remembers the kernels of; the same for every route.
+
+    `call(...)` launches and gives True, or gives False where it does not remember the sizes or the
+    arguments are not plainly legal; it raises LaunchFailed where the launch fails, anything else
+    over arguments of the wrong kind. `forget()` forgets all problems of the operator.
+    """
+
+    call: Callable[..., bool]
+    forget: Callable[[], None]
+
+
 @dataclass(frozen=True)
 class Route:
     """One implementation of an operator.
@@ -54,8 +66,8 @@ class Route:
     bound stays monotone. `launch(inputs, outputs, workspace, config)` fills `outputs`.
     `available(device, config)` gives a Decline where this installation lacks what the route needs.
     `prepare(key, config)` loads or compiles what a launch needs; a route that has one cannot be
-    first seen inside a graph capture. `entry(key, config)` gives the compiled call that a public
-    function makes without further ado once a problem's sizes were served. `workspace_bytes(axes,
+    first seen inside a graph capture. `remember(key, config)` makes the library serve problems of
+    this key by itself, without further ado, and gives the way there. `workspace_bytes(axes,
     config)` must not decrease in any variable axis.
     """
 
@@ -70,7 +82,7 @@ class Route:
     workspace_bytes: Callable[[Mapping[str, int], Any], int] = _no_workspace
     available: Callable[[DeviceInfo, Any], Decline | None] = _always_available
     prepare: Callable[[ProblemKey, Any], None] | None = None
-    entry: Callable[[ProblemKey, Any], Callable[..., bool]] | None = None
+    remember: Callable[[ProblemKey, Any], ShortWay] | None = None
 
     def declines(self, key: ProblemKey, config: Any) -> Decline | None:
         """Why this installation does not serve `key` with this route and `config`, if so."""

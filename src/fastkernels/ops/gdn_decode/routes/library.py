@@ -29,7 +29,6 @@ def call(entry: Any, plan: int, inputs: Inputs, outputs: tuple[torch.Tensor, ...
     return bool(
         entry(
             plan,
-            True,
             inputs.q,
             inputs.k,
             inputs.v,
@@ -47,4 +46,16 @@ def call(entry: Any, plan: int, inputs: Inputs, outputs: tuple[torch.Tensor, ...
     )
 
 
-ROUTES: tuple[Route, ...] = tuple(compiled_route(kernel, call, supports) for kernel in KERNELS)
+def sizes(key: ProblemKey) -> tuple[int, ...]:
+    """What a plan is remembered by; see `FindPlan` in csrc/gdn_decode/binding.cc."""
+    return (
+        *(key.axis(name) for name in ("batch_size", "num_q_heads", "num_v_heads")),
+        key.device_index,
+        key.mode == "pool",
+        key.mode != "functional",
+    )
+
+
+ROUTES: tuple[Route, ...] = tuple(
+    compiled_route(kernel, call, supports, sizes) for kernel in KERNELS
+)
