@@ -54,9 +54,8 @@ def gdn_decode(
     Equations and sources: ops/gdn_decode/README.md.
     Raises ArgumentError, UnsupportedProblem, NotWarmedUp.
     """
-    # Dynamo follows this one; whatever else traces hands over tensors that the library refuses. It
-    # costs 0.05 us, is_compiling() 0.3.
-    if workspace is None and not torch.compiler.is_dynamo_compiling():
+    is_compiling = torch.compiler.is_compiling()
+    if workspace is None and not is_compiling:
         results = _enter(
             q, k, v, state, A_log, a, dt_bias, b, scale, read_indices, write_indices, inplace, out
         )
@@ -65,7 +64,7 @@ def gdn_decode(
     inputs = Inputs(
         q, k, v, state, A_log, a, dt_bias, b, scale, read_indices, write_indices, inplace
     )
-    if torch.compiler.is_compiling() or torch_ops.is_traced(inputs):
+    if is_compiling or torch_ops.is_traced(inputs):
         output, new_state = torch_ops.call(SPEC, inputs, out, workspace)
     else:
         output, new_state = dispatch.run(OPERATOR, bind(inputs, out, workspace))
