@@ -33,8 +33,8 @@ HOST = (
     "host_us (outputs allocated) and host_out_us (outputs given): microseconds until an eager call"
     " returns, without synchronisation, no profiler attached, in inference mode, without garbage"
     " collection; median of 7 rounds over all (axes, mode), each the median of 3 batches of up to"
-    " 200 calls (fewer where a GPU would fall 10 ms behind); copied to the rows of it; not of the"
-    " gap list"
+    " 200 calls (fewer where a GPU would fall 10 ms behind) after 10 that are not counted; copied"
+    " to the rows of it; not of the gap list"
 )
 HOST_ROUNDS, HOST_BATCHES = 7, 3
 # Rows around a table's boundaries, whose host time is that of their neighbours.
