@@ -47,22 +47,33 @@ def test_h200_times_are_those_of_the_result_file() -> None:
     result = json.loads((ROOT / "bench/results/h200/gdn_decode.json").read_text())
     assert result["code"]["commit"].startswith(re.findall(r"commit\n?(?: |)(\w{7})\)", section)[0])
     rows = re.findall(r"^\| (\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", section, flags=re.MULTILINE)
-    assert len(rows) == 14
+    assert len(rows) == 24
     for mode, batch, ours, flashinfer in rows:
         found = [
             row
             for row in result["rows"]
-            if (row["list"], row["mode"]) == ("contest", mode)
+            if row["list"] in ("contest", "serving")
+            and row["mode"] == mode
             and row["axes"]["batch_size"] == int(batch)
         ]
         assert f"{statistics.mean(r['us']['median'] for r in found):.2f}" == ours
         peer = statistics.mean(r["peers"]["flashinfer"]["sum_us"] for r in found)
         assert f"{peer:.2f}" == flashinfer
+    summary = result["summary"]
     ratios = [
-        f"{result['summary']['contest'][mode]['flashinfer']['mean_of_ratios']:.2f}"
-        for mode in ("functional", "inplace")
-    ]
-    assert re.findall(r"([\d.]+) (?:functional|in place) \(worst", section) == ratios
+        f"{summary[listed][mode]['flashinfer'][what]:.{digits}f}"
+        for listed, mode, digits in (
+            ("contest", "functional", 2), ("contest", "inplace", 2),
+            ("serving", "functional", 2), ("serving", "inplace", 3),
+        )
+        for what in ("mean_of_ratios", "worst")
+    ]  # fmt: skip
+    found = re.findall(r"([\d.]+)(?: functional| in\s+place) \(worst row ([\d.]+)", section)
+    assert [figure for pair in found for figure in pair] == ratios
+    hosts = [row for row in result["rows"] if row["host_us"] is not None]
+    for name, words in (("host_out_us", "the host with `out="), ("host_us", "`out=` and ")):
+        each = [row[name] for row in hosts]
+        assert f"{min(each):.1f} to {max(each):.1f}" in section, words
 
 
 def test_cpu_times_are_those_of_the_result_files() -> None:
