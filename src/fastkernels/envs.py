@@ -24,11 +24,13 @@ LOG = "FASTKERNELS_LOG"
 """Log level by name (`DEBUG`, `INFO`, `WARNING`, ...); unset leaves it to the application."""
 
 JIT = "FASTKERNELS_JIT"
-"""What may be compiled just in time: `off`; `on` (default), Triton and CuTe DSL where they are
-installed; `cuda`, with nvcc, too."""
+"""What may be compiled just in time: `off` (kept code is not used either); `on` (default), Triton
+and CuTe DSL where they are installed; `cuda`, with nvcc, too. With `on` kept code of any language
+is used."""
 
 CACHE = "FASTKERNELS_CACHE"
-"""Folder of kernels compiled just in time; default: `fastkernels` in the user's cache folder."""
+"""Folder of kernels compiled just in time; default: `fastkernels` in the user's cache folder. Where
+a kernel may not or cannot be compiled, what is kept serves, whichever compiler made it."""
 
 
 def tables_folder() -> Path | None:

@@ -1,4 +1,4 @@
-"""Just-in-time compiles: what is allowed, what is kept, and who may be killed."""
+"""Just-in-time compiles: what is allowed, what is kept and serves where, and who may be killed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import os
 import shutil
 import signal
 import time
+import types
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastkernels import ArgumentError, envs
-from fastkernels.core import jit, kernels, toolchain
+from fastkernels.core import compiled, extension, jit, kernels, toolchain
+from fastkernels.core.device import named_device
 from fastkernels.core.kernels import Binary, Kernel
+from fastkernels.core.toolchain import ToolchainError
 from fastkernels.ops.gdn_decode.kernels import KERNELS
 
 CUDA = next(kernel for kernel in KERNELS if kernel.language == "cuda")
@@ -33,8 +38,36 @@ def compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any,
 
     monkeypatch.setattr(toolchain, "compile_kernel", compile_kernel)
     monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": "13.0.88"})
+    monkeypatch.setattr(jit, "_missing", lambda language, arch: None)
     monkeypatch.setenv(envs.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(envs.JIT, "cuda")
     return done
+
+
+@pytest.fixture
+def no_compiler(compiles: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, this is a machine without a compiler, and no policy is set."""
+
+    def leave() -> None:
+        monkeypatch.setattr(toolchain, "versions", dict)
+        monkeypatch.setattr(jit, "_missing", lambda language, arch: f"no {language}")
+        monkeypatch.delenv(envs.JIT)
+        compiles.clear()
+
+    return leave
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, made: Binary = MADE) -> None:
+    """All variants, made by a version of nvcc."""
+    monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": version})
+    monkeypatch.setattr(toolchain, "compile_kernel", lambda *arguments: made)
+    folder.mkdir(exist_ok=True)
+    for variant in CUDA.variants:
+        jit.keep(folder, CUDA, CUDA.config, "sm90", variant)
+
+
+def of(version: str) -> Binary:
+    return MADE._replace(cubin=MADE.cubin + version.encode())
 
 
 def binary(kernel: Kernel = CUDA, arch: str = "sm90", variant: str = "aligned") -> Binary:
@@ -79,10 +112,19 @@ def test_a_damaged_file_is_compiled_again(compiles: list[Any], tmp_path: Path) -
     binary()
     (kept,) = (tmp_path / "cache").glob("*.cubin")
     whole = kept.read_bytes()
-    for damaged in (b"", whole[:-3], whole.replace(b"lines", b"limes"), b"something else"):
+    damages = (
+        b"",
+        whole[:-3],
+        whole.replace(b"lines", b"limes"),
+        whole.replace(b'"threads": 128', b'"threads": 129'),
+        whole.replace(b"cubin 2", b"cubin 1"),
+        b"something else",
+    )
+    for damaged in damages:
+        assert damaged != whole
         kept.write_bytes(damaged)
         assert binary() == MADE
-    assert len(compiles) == 5
+    assert len(compiles) == 1 + len(damages)
     assert kept.read_bytes() == whole
 
 
@@ -110,14 +152,16 @@ def test_a_read_only_cache_is_read(
 
 def test_a_shared_cache(compiles: list[Any], tmp_path: Path) -> None:
     """Others may read what one user keeps; a link in the lock's place is not followed."""
-    name = toolchain.identity(CUDA, CUDA.config, "sm90", "aligned")
+    assert binary() == MADE
+    (lock,) = (tmp_path / "cache").glob("*.lock")
+    (kept,) = (tmp_path / "cache").glob("*.cubin")
+    lock.unlink()
+    kept.unlink()
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / f"{name}.lock").symlink_to(victim)
+    lock.symlink_to(victim)
     assert binary() == MADE
     assert victim.read_text() == "precious"
-    (kept,) = (tmp_path / "cache").glob("*.cubin")
     assert kept.stat().st_mode & 0o777 == 0o644
 
 
@@ -160,25 +204,186 @@ def test_policy(
     monkeypatch.setenv(envs.JIT, policy)
     monkeypatch.setattr(jit, "_missing", lambda language, arch: None)
     kernel = next(k for k in KERNELS if k.language == language)
-    declined = jit.declines(kernel, "sm90")
+    declined = jit.declines(kernel, kernel.config, "sm90")
     assert (declined is None) if reason is None else (declined is not None and reason in declined)
 
 
 def test_a_compiler_that_is_absent_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.JIT, "cuda")
     monkeypatch.setattr(jit, "_missing", lambda language, arch: f"no {language}")
-    assert jit.declines(CUDA, "sm90") == "no cuda"
+    declined = jit.declines(CUDA, CUDA.config, "sm90")
+    assert declined is not None
+    assert declined.startswith("no cuda; ")
 
 
 def test_an_illegal_policy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.JIT, "yes")
     with pytest.raises(ArgumentError, match="FASTKERNELS_JIT is 'yes', expected 'off', 'on' or"):
-        jit.declines(CUDA, "sm90")
+        jit.declines(CUDA, CUDA.config, "sm90")
+
+
+# ---- code that another machine made -------------------------------------------------------------
+
+
+def test_what_is_kept_serves_without_a_compiler(
+    compiles: list[Any], no_compiler: Callable[[], None]
+) -> None:
+    """FASTKERNELS_JIT=cuda is for compiles."""
+    for variant in CUDA.variants:
+        binary(variant=variant)
+    no_compiler()
+    assert jit.declines(CUDA, CUDA.config, "sm90") is None
+    assert [binary(variant=variant) for variant in CUDA.variants] == [MADE] * len(CUDA.variants)
+    assert not compiles
+
+
+def test_every_variant_has_to_be_kept(
+    compiles: list[Any], no_compiler: Callable[[], None], tmp_path: Path
+) -> None:
+    for variant in CUDA.variants[:-1]:
+        binary(variant=variant)
+    no_compiler()
+    reason = jit.declines(CUDA, CUDA.config, "sm90")
+    assert reason is not None
+    assert "FASTKERNELS_JIT=cuda" in reason
+    assert f"{tmp_path / 'cache'} does not hold its machine code" in reason
+    with pytest.raises(ToolchainError, match=r"gdn_decode: no machine code of route 'warp_rows'"):
+        binary(variant=CUDA.variants[-1])
+    assert not compiles
+    for other in ("sm100", "sm75"):
+        assert jit.declines(CUDA, CUDA.config, other) is not None
+
+
+def test_off_is_off(
+    compiles: list[Any], no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variant in CUDA.variants:
+        binary(variant=variant)
+    no_compiler()
+    monkeypatch.setenv(envs.JIT, "off")
+    assert jit.declines(CUDA, CUDA.config, "sm90") == "FASTKERNELS_JIT is off"
+    with pytest.raises(ToolchainError, match="FASTKERNELS_JIT is off"):
+        binary()
+
+
+def test_of_several_versions_the_newest_serves(
+    no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By number; the order of files and their times say nothing. A damaged one is passed over."""
+    folder = tmp_path / "cache"
+    for version in ("13.9.3", "13.10.1", "13.0.88"):
+        fill(monkeypatch, folder, version, of(version))
+    no_compiler()
+    assert binary() == of("13.10.1")
+    for path in folder.glob("*.cubin"):
+        if b'"13.10.1"' in path.read_bytes():
+            path.write_bytes(path.read_bytes()[:-1])
+    assert jit.declines(CUDA, CUDA.config, "sm90") is None
+    assert binary() == of("13.9.3")
+
+
+def test_a_compiler_uses_its_own_versions_code_alone(
+    compiles: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    compile_kernel = toolchain.compile_kernel
+    for version in ("13.0.88", "13.1.0"):
+        fill(monkeypatch, folder, version, of(version))
+    monkeypatch.setattr(toolchain, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": "13.0.88"})
+    assert binary() == of("13.0.88")
+    monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": "13.0.99"})
+    assert binary() == MADE
+    assert len(compiles) == 1
+
+
+def test_a_file_under_another_name_is_not_used(
+    compiles: list[Any], no_compiler: Callable[[], None], tmp_path: Path
+) -> None:
+    binary()
+    (kept,) = (tmp_path / "cache").glob("*.cubin")
+    recipes = [toolchain.recipe(CUDA, CUDA.config, "sm90", v) for v in CUDA.variants]
+    assert kept.name.startswith(f"{recipes[0]}.")
+    for recipe in recipes[1:]:
+        shutil.copy(kept, kept.with_name(kept.name.replace(recipes[0], recipe)))
+    no_compiler()
+    assert binary() == MADE
+    assert jit.declines(CUDA, CUDA.config, "sm90") is not None
+    with pytest.raises(ToolchainError):
+        binary(variant="any")
+
+
+def test_another_compiler_version_under_this_ones_name_is_not_used(
+    compiles: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    binary()
+    (kept,) = (tmp_path / "cache").glob("*.cubin")
+    monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": "13.1.0"})
+    binary()
+    (newer,) = set((tmp_path / "cache").glob("*.cubin")) - {kept}
+    shutil.copy(kept, newer)
+    binary()
+    assert len(compiles) == 3
+
+
+def test_sources_that_cannot_be_read(
+    compiles: list[Any], no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: Kernel) -> str:
+        raise FileNotFoundError("no sources")
+
+    binary()
+    no_compiler()
+    monkeypatch.setattr(Kernel, "digest", gone)
+    assert jit.declines(CUDA, CUDA.config, "sm90") is not None
+
+
+def test_a_route_is_available_by_what_is_kept(
+    compiles: list[Any], no_compiler: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = extension.Library(types.SimpleNamespace(), {"kernels": []})
+    monkeypatch.setattr(extension, "load", lambda: empty)
+    monkeypatch.setattr(extension, "driver_problem", lambda: None)
+    for variant in CUDA.variants:
+        binary(variant=variant)
+    no_compiler()
+    device = named_device("h200")
+    assert compiled.available(CUDA, device, CUDA.config) is None
+    monkeypatch.setenv(envs.JIT, "off")
+    decline = compiled.available(CUDA, device, CUDA.config)
+    assert decline is not None
+    assert "is not in the compiled library for sm90, and FASTKERNELS_JIT is off" in decline.reason
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("name", ["bulk_rows", "triton_rows", "cute_rows"])
+def test_real_code_serves_without_the_compiler(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    monkeypatch.setenv(envs.CACHE, str(tmp_path))
+    made = [jit.keep(tmp_path, kernel, kernel.config, "sm90", v) for v in kernel.variants]
+
+    def nothing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(toolchain, "_nvcc_candidates", list)
+    monkeypatch.setattr(metadata, "version", nothing)
+    monkeypatch.setattr(jit, "_missing", toolchain.missing)
+    assert toolchain.versions() == {}
+    with pytest.raises(ToolchainError, match="needed: "):
+        toolchain.compile_kernel(kernel, kernel.config, "sm90", "any")
+    assert jit.declines(kernel, kernel.config, "sm90") is None
+    assert [jit.binary(kernel, kernel.config, "sm90", v) for v in kernel.variants] == made
+    assert all(binary.cubin.startswith(b"\x7fELF") for binary in made)
+
+
+# ---- several processes --------------------------------------------------------------------------
 
 
 def _slow_compile(folder: str, log: str, delay: float) -> None:
     """In a process of its own: a compile that takes a while and leaves a line."""
-    os.environ[envs.CACHE] = folder
+    os.environ |= {envs.CACHE: folder, envs.JIT: "cuda"}
 
     def compile_kernel(*arguments: Any) -> Binary:
         with open(log, "a") as file:
@@ -188,6 +393,7 @@ def _slow_compile(folder: str, log: str, delay: float) -> None:
 
     toolchain.compile_kernel = compile_kernel  # type: ignore[assignment]
     toolchain.versions = lambda: {"cuda": "13.0.88"}
+    jit._missing = lambda language, arch: None  # type: ignore[assignment]
     assert binary() == MADE
 
 

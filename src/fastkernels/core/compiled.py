@@ -65,7 +65,7 @@ def compiled_route(
 
 
 def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None:
-    """Whether this installation has, or can make, the machine code."""
+    """Whether the machine code is in the library, is kept, or can be made."""
     library = extension.load()
     if isinstance(library, extension.LibraryState):
         return Decline(f"the compiled library is {library.status}: {library.found}")
@@ -75,7 +75,7 @@ def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None
         return Decline(problem)
     if extension.built(kernel, config, device.arch) is not None:
         return None
-    reason = jit.declines(kernel, device.arch)
+    reason = jit.declines(kernel, config, device.arch)
     if reason is None:
         return None
     return Decline(f"{config} is not in the compiled library for {device.arch}, and {reason}")

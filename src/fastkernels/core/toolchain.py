@@ -92,7 +92,7 @@ def find_nvcc() -> Nvcc:
     rejected = []
     for origin, path in _nvcc_candidates():
         version = _nvcc_version(path) if path.is_file() else "no such file"
-        if _numbers(version) >= MINIMUM_NVCC:
+        if numbers(version) >= MINIMUM_NVCC:
             return Nvcc(path, version)
         rejected.append(f"{origin}: {path} ({version})")
     needed = ".".join(map(str, MINIMUM_NVCC))
@@ -130,7 +130,7 @@ def missing_package(package: Package) -> str | None:
         return (
             f"needed: {package.requirement}; found: none; run pip install {package.requirement!r}"
         )
-    if not package.minimum <= _numbers(version) < package.limit:
+    if not package.minimum <= numbers(version) < package.limit:
         return f"needed: {package.requirement}; found: {version}"
     return None
 
@@ -144,6 +144,12 @@ def versions() -> dict[str, str]:
         if missing_package(package) is None:
             found[language] = metadata.version(package.name)
     return dict(sorted(found.items()))
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`3.6.0+git1` -> (3, 6, 0); () where a version does not start with numbers."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def host_digest() -> str:
@@ -165,10 +171,16 @@ def cuda_include(nvcc: Nvcc) -> Path:
 
 
 def identity(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
-    """Name of the machine code by all that it depends on; contents, never times or paths (C110)."""
+    """Name of the machine code by all that it depends on: the recipe and its compiler's version."""
+    parts = [recipe(kernel, config, arch, variant), versions().get(kernel.language)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def recipe(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
+    """Name of what a compiler is asked for: all that machine code depends on, except the compiler's
+    version; contents, never times or paths (C110). Equal on machines with and without it."""
     parts = [
         kernel.op, kernel.name, kernel.language, kernel.digest(), knobs(config), arch, variant,
-        versions().get(kernel.language),
         _nvcc_flags(kernel, config, arch, variant) if kernel.language == "cuda" else [],
         kernel.launch_shape(config) if kernel.launch_shape else [],  # kept beside the code
     ]  # fmt: skip
@@ -228,12 +240,6 @@ def _nvcc_version(path: Path) -> str:
         return f"does not start: {error.strerror}"
     match = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
     return match[1] if match else f"--version prints no version: {done.stdout + done.stderr!r:.200}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`3.6.0+git1` -> (3, 6, 0); () where a version does not start with numbers."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 # ---- compiling ----------------------------------------------------------------------------------
