@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from fastkernels.core.route import Operator
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing import cupti, timing
 from fastkernels.testing.compare import as_tuple, clone
+from fastkernels.testing.workloads import Workloads
 
 OURS = "ours"
 PROTOCOL = {
@@ -72,7 +72,7 @@ class Bench:
     """One run over an operator's rows."""
 
     operator: Operator
-    work: ModuleType
+    work: Workloads
     peers: Found
     options: Options
     say: Callable[[str], None]

@@ -37,7 +37,7 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # a script finds what lies beside it, not itself
 
-from bench import facts, peers, workloads
+from bench import facts, peers
 from bench.gpu import UNHOSTED, Bench, Options
 from bench.sweep import Sweep, choices
 from fastkernels import catalog, demo, force_route
@@ -45,7 +45,7 @@ from fastkernels.core.device import device_info
 from fastkernels.core.route import Operator
 from fastkernels.core.spec import OpSpec
 from fastkernels.ops._shared.cases import Case
-from fastkernels.testing import contracts, cupti
+from fastkernels.testing import contracts, cupti, workloads
 from fastkernels.testing.compare import as_tuple
 from fastkernels.testing.record import environment
 

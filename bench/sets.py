@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fastkernels.ops._shared.compare import Error
 from fastkernels.testing.compare import as_tuple
 from fastkernels.testing.cupti import Variant
 from fastkernels.testing.hostile import poison
+from fastkernels.testing.workloads import Workloads
 
 SETS = 4
 
@@ -74,7 +74,7 @@ class Sets:
     """Input sets of a problem, each with inputs that a call may overwrite, outputs to give, and the
     expected result."""
 
-    def __init__(self, work: ModuleType, case: Case, inputs: Sequence[Any]) -> None:
+    def __init__(self, work: Workloads, case: Case, inputs: Sequence[Any]) -> None:
         self._work = work
         self.case = case
         self.inputs = list(inputs)
@@ -117,7 +117,7 @@ class Sets:
         )
 
 
-def num_sets(work: ModuleType, case: Case, free: int) -> int:
+def num_sets(work: Workloads, case: Case, free: int) -> int:
     """How many input sets fit, at most SETS; 0: none."""
     return next((n for n in range(SETS, 0, -1) if work.held_bytes(case, n) < 0.9 * free), 0)
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from fastkernels.core import dispatch
 from fastkernels.core.route import Operator, Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing import cupti
+from fastkernels.testing.workloads import Workloads
 
 Choice = tuple[Route, Any]
 
@@ -67,7 +67,7 @@ class Sweep:
     """One run over problems."""
 
     operator: Operator
-    work: ModuleType
+    work: Workloads
     choices: Sequence[Choice]
     options: Options
     say: Callable[[str], None]

@@ -22,12 +22,12 @@ from bench.peers import Call, Found, Peer
 from bench.sets import Verdict, num_sets
 from bench.summary import BEST, finite, peer_us, ratios, summarise
 from bench.sweep import Sweep
-from bench.workloads import gdn_decode as work
 from fastkernels import catalog
 from fastkernels.ops._shared.compare import Error
 from fastkernels.ops.gdn_decode.inputs import CONTEST, Case
 from fastkernels.testing import cupti
 from fastkernels.testing.cupti import Launch, Work
+from fastkernels.testing.workloads import gdn_decode as work
 
 OPERATOR = catalog.operator("gdn_decode")
 CPU = torch.device("cpu")

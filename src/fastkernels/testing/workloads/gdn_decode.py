@@ -1,4 +1,4 @@
-"""gdn_decode for the GPU benchmark: rows, inputs, float64 results on the device, bytes."""
+"""gdn_decode: rows, inputs and float64 results on the device, bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from fastkernels.core import dispatch
 from fastkernels.core.device import DeviceInfo
 from fastkernels.core.route import Operator
+from fastkernels.core.spec import Tolerance
 from fastkernels.ops._shared.compare import Error
 from fastkernels.ops._shared.gdn import gates, resolve_scale
 from fastkernels.ops._shared.gdn_inputs import draw_gates, draw_heads, draw_state
 from fastkernels.ops.gdn_decode.inputs import CONTEST, SERVING, Case, gap_cases, make_inputs
 from fastkernels.ops.gdn_decode.problem import Inputs
+from fastkernels.ops.gdn_decode.reference import Expected as OracleExpected
+from fastkernels.ops.gdn_decode.reference import reference
 from fastkernels.ops.gdn_decode.spec import SPEC
 
 # Qwen3-Next at TP 1, 2 and 8; TP 4 is the definition itself.
@@ -26,6 +29,8 @@ OTHER_HEADS_BATCHES = (1, 1024, 16, 256, 4, 64)
 LARGEST_GAP_BATCH = 2048
 # The oracle steps through (row, head) pairs in Python: about 2 s at this size.
 ORACLE_BATCH = 128
+# Fields of a case that shape contents or form rather than sizes.
+_SHAPING = ("keys", "gates", "layout", "state", "indices", "padding", "scale")
 
 
 def rows(
@@ -69,12 +74,17 @@ def sweep_rows(modes: Sequence[str]) -> Iterator[tuple[str, Case]]:
 
 
 def own_inputs(case: Case, device: torch.device) -> Inputs:
+    if _shapes_contents(case):
+        return make_inputs(case, device)
     inputs = make_inputs(dataclasses.replace(case, mode="functional"), device)
     return _in_form(inputs, case.mode, case.seed)
 
 
 def fresh_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
-    """As the contest draws them, on the device: other numbers than the CPU's from equal seeds."""
+    """As the contest draws them, on the device: other numbers than the CPU's from equal seeds.
+    Cases that shape their contents are drawn on the CPU."""
+    if _shapes_contents(case):
+        return make_inputs(dataclasses.replace(case, seed=seed), device)
     B, Hk, Hv, D = case.batch_size, case.num_q_heads, case.num_v_heads, case.head_size
     rng = torch.Generator(device).manual_seed(seed)
     with torch.device(device):
@@ -83,6 +93,11 @@ def fresh_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
         A_log, a, dt_bias, b = draw_gates(rng, B, Hv, "contest", fused=False)
     inputs = Inputs(q, k, v, state, A_log, a.unsqueeze(1), dt_bias, b.unsqueeze(1))
     return _in_form(inputs, case.mode, seed)
+
+
+def _shapes_contents(case: Case) -> bool:
+    plain = Case(case.name, case.batch_size)
+    return any(getattr(case, name) != getattr(plain, name) for name in _SHAPING)
 
 
 def _in_form(inputs: Inputs, mode: str, seed: int) -> Inputs:
@@ -160,15 +175,33 @@ class Expected(NamedTuple):
         errors = [Error(limit.output, limit.metric, value, limit.limit) for limit, value in found]
         return [*errors, Error("new_state", "changed elements", float(changed), 0.0)]
 
+    def judge_official(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
+        """By the contest's limits; of a pool, the rows' slots."""
+        output, state = outputs
+        if self.slots is not None:
+            state = state.index_select(0, self.slots)
+        return [
+            _official(SPEC.tolerances[0], output[:, 0], self.output),
+            _official(SPEC.tolerances[1], state, self.state),
+        ]
 
-def expect(inputs: Inputs) -> Expected:
-    """`reference.py` batched, on the inputs' device; tests compare the two."""
+
+def expect(inputs: Inputs) -> Expected | OracleExpected:
+    """On the inputs' device; by the oracle where there is no state, or where rows of a pool are
+    padding or write elsewhere."""
+    if inputs.state is None or inputs.write_indices is not None:
+        return reference(inputs)
+    return expect_on_device(inputs)
+
+
+def expect_on_device(inputs: Inputs) -> Expected:
+    """`reference.py` batched; tests compare the two. Needs a state and no row that is padding."""
+    assert inputs.state is not None
     group = inputs.v.shape[2] // inputs.q.shape[2]
     q, k = (t[:, 0].double().repeat_interleave(group, dim=1) for t in (inputs.q, inputs.k))
     v = inputs.v[:, 0].double()
     log_g, beta = gates(inputs.A_log, inputs.a[:, 0], inputs.dt_bias, inputs.b[:, 0])
     scale = resolve_scale(inputs.scale, inputs.q.shape[3])
-    assert inputs.state is not None
     slots = None if inputs.read_indices is None else inputs.read_indices.long()
     before = inputs.state if slots is None else inputs.state.index_select(0, slots)
     S = before.double() * log_g.exp()[..., None, None]
@@ -193,7 +226,16 @@ def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 def _worst(got: torch.Tensor, want: torch.Tensor, norm: torch.Tensor) -> float:
     """Largest relative Frobenius error of a (row, head); anything not finite is infinitely off."""
     error = (got.double() - want).flatten(2).norm(dim=-1) / (norm + 1e-30)
-    return float(error.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return float(error.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if error.numel() else 0.0
+
+
+def _official(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> Error:
+    """The share of elements beyond both official limits, as `_shared.compare.official` counts."""
+    gap = (got.double() - want).abs().nan_to_num(nan=torch.inf)
+    beyond = (gap / (want.abs() + 1e-8) > tolerance.official_rel) | ~gap.isfinite()
+    wrong = beyond & (gap > tolerance.official_abs)
+    share = float(wrong.double().mean()) if wrong.numel() else 0.0
+    return Error(tolerance.output, "official", share, 1.0 - tolerance.official_share)
 
 
 def oracle(case: Case) -> bool:
