@@ -1,0 +1,560 @@
+"""The judge: draws inputs, lends memory, knows what a call must give, and says what it did.
+
+Before every call the lent outputs hold random plausible values, not NaN, which a kernel could tell
+from a result. After every call whatever it may not write must have kept its bits: inputs, and guard
+bytes around every tensor. Results are compared with float64 ones that were computed from inputs of
+the judge's own, which no other process can reach.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+
+from fastkernels import catalog
+from fastkernels.ops._shared.compare import Error
+from fastkernels.testing import cupti, workloads
+from fastkernels.testing.record import environment
+from fastkernels_tuner.measure import buffers
+from fastkernels_tuner.measure.buffers import CudaSlab, FileSlab
+from fastkernels_tuner.measure.protocol import (
+    AnyMessage,
+    Buffer,
+    Channel,
+    Check,
+    Checked,
+    Closed,
+    Diagnose,
+    Facts,
+    Fault,
+    Fill,
+    Filled,
+    Hello,
+    Lend,
+    Lending,
+    Loan,
+    Ping,
+    Pong,
+    Returned,
+    Share,
+    Shared,
+)
+from fastkernels_tuner.model import Cause, Failure, Workload
+
+# What stands for an error without end; infinities are not JSON.
+ENDLESS = 1e30
+# Of the free memory what the slots of one loan may take together with what judging them needs.
+_SHARE = 0.5
+# Copies of a set beside the lent one: as drawn, as before the call, and float64 results.
+_COPIES = 5
+_LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
+
+
+class JudgeFailed(Exception):
+    """The judge's own fault, or the machine's; never the candidate's."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def closeness(error: Error) -> float:
+    """An error in units of its limit: beyond 1 is wrong."""
+    if math.isnan(error.value):
+        return math.inf
+    if error.limit == 0:
+        return math.inf if error.value else 0.0
+    return error.value / error.limit
+
+
+def plausible(tensor: torch.Tensor, rng: torch.Generator) -> None:
+    """Fill with random values such as a result might hold."""
+    if tensor.is_floating_point():
+        scale = 0.5 ** int(torch.randint(5, (), generator=rng, device=rng.device))
+        drawn = torch.randn(tensor.shape, generator=rng, device=tensor.device)
+        tensor.copy_(drawn.mul_(scale))
+    else:
+        highest = 2 if tensor.dtype == torch.bool else min(torch.iinfo(tensor.dtype).max, 4096)
+        tensor.copy_(torch.randint(highest, tensor.shape, generator=rng, device=tensor.device))
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Other values in every element, still plausible."""
+    bits = _bits(tensor)
+    if tensor.is_floating_point():
+        bits.bitwise_xor_(torch.iinfo(bits.dtype).min if bits.dtype != torch.uint8 else 0x80)
+    else:
+        bits.bitwise_xor_(1)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(sizes[tensor.element_size()])
+
+
+# ---- the judge ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Drawn:
+    """What lies in a slot: the seed's inputs, and, once somebody asked, the results they give."""
+
+    seed: int
+    inputs: Any
+    expected: Any = None
+
+
+@dataclass
+class OnLoan:
+    """The workload whose input sets are lent; what draws them by seed, what says what they give."""
+
+    workload: Workload
+    case: Any
+    draw: Callable[[int], Any]
+    expect: Callable[[Any], Any]
+    loan: Loan
+    writable: frozenset[str]
+    drawn: dict[int, Drawn] = field(default_factory=dict)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A wrong call: its failure, and per output the elements that still held their poison."""
+
+    failure: Failure
+    untouched: Mapping[str, torch.Tensor]
+
+
+class Judge:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._slab: FileSlab | CudaSlab | None = None
+        self._number = 0
+        self._current: OnLoan | None = None
+        self._suspect: Suspect | None = None
+
+    def close(self) -> None:
+        self._current = None
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+
+    # ---- lending --------------------------------------------------------------------------------
+
+    def lend(self, workload: Workload, slots: int) -> Loan:
+        """Lay a workload's input sets out, in at most so many slots; fewer where memory is scarce.
+        The loan before is over."""
+        self._current = self._suspect = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # a candidate needs memory, too
+        operator = catalog.operator(workload.op)
+        case, draw, expect = self._source(workload)
+        inputs = draw(0)
+        problem = catalog.module(workload.op, "problem").bind(inputs, None, None)
+        given = {
+            argument.name: getattr(inputs, argument.name)
+            for argument in (*operator.spec.inputs, *operator.spec.options)
+        }
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        lent = [(name, tensor, False) for name, tensor in tensors.items()]
+        results = []
+        for spec, tensor in zip(operator.spec.outputs, problem.outputs, strict=True):
+            updated = next((name for name, x in tensors.items() if x is tensor), None)
+            results.append(spec.name if updated is None else updated)
+            if updated is None:
+                lent.append((spec.name, tensor, True))
+        layout, slot_bytes = buffers.lay_out(lent)
+        fit = int(_SHARE * self._free_bytes() / (slot_bytes * (1 + _COPIES)))
+        slots = max(1, min(slots, fit))
+        self._provide(slots * slot_bytes)
+        loan = Loan(
+            op=workload.op,
+            mode=case.mode,
+            slab=self._number,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            tensors=layout,
+            results=tuple(results),
+            scalars={n: x for n, x in given.items() if not isinstance(x, torch.Tensor)},
+        )
+        writable = frozenset({*results, *(each.name for each in layout if each.is_output)})
+        self._current = OnLoan(workload, case, draw, expect, loan, writable)
+        return loan
+
+    def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
+        """The case, and how inputs and results come about: on the device where the operator has a
+        way to, adversarial ones always by the oracle."""
+        if workload.listed == "adversarial":
+            from fastkernels_tuner import trials  # late: it brings SciPy
+
+            oracle = catalog.module(workload.op, "reference").reference
+            return (
+                trials.case_of(workload),
+                lambda seed: trials.draw(workload, seed, self.device)[0],
+                oracle,
+            )
+        case, work = workload.build(), workloads.load(workload.op)
+
+        def draw(seed: int) -> Any:
+            if seed == case.seed:
+                return work.own_inputs(case, self.device)
+            return work.fresh_inputs(case, seed, self.device)
+
+        return case, draw, work.expect
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+            return free + reserved - torch.cuda.memory_allocated(self.device)
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def _provide(self, nbytes: int) -> None:
+        """A slab of at least so many bytes: the one there is, or a larger one."""
+        if self._slab is not None and self._slab.nbytes >= nbytes:
+            return
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+        nbytes = max(nbytes, _LEAST_SLAB)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self._slab = CudaSlab(nbytes, self.device)
+        else:
+            try:
+                self._slab = FileSlab(nbytes)
+            except OSError as error:
+                raise JudgeFailed(Cause.DISK_FULL, str(error)) from None
+        self._slab.bytes.random_(0, 256)  # what guards a tensor is no known pattern
+        self._number += 1
+
+    def share(self) -> Buffer:
+        assert self._slab is not None, "nothing is lent"
+        return self._slab.share()
+
+    def slot(self, which: int) -> torch.Tensor:
+        """Its bytes."""
+        assert self._slab is not None
+        size = self._now.loan.slot_bytes
+        return self._slab.bytes[which * size : (which + 1) * size]
+
+    @property
+    def _now(self) -> OnLoan:
+        assert self._current is not None, "nothing is lent"
+        return self._current
+
+    def fill(self, which: int, seed: int, is_flipped: bool = False) -> float:
+        """Inputs of a seed and poisoned outputs into a slot; seconds that the drawing took."""
+        now, slot, took = self._now, self.slot(which), 0.0
+        drawn = now.drawn.get(which)
+        if drawn is None or drawn.seed != seed:
+            now.drawn.pop(which, None)  # its memory may be needed
+            start = time.perf_counter()
+            inputs = now.draw(seed)
+            self.synchronize()
+            took = time.perf_counter() - start
+            drawn = now.drawn[which] = Drawn(seed, inputs)
+        rng = torch.Generator(self.device).manual_seed(seed ^ 0x5DEECE66D)
+        for lent in now.loan.tensors:
+            view = buffers.view(slot, lent)
+            if lent.is_output:
+                plausible(view, rng)
+                if is_flipped:
+                    flip(view)
+            else:
+                tensor = getattr(drawn.inputs, lent.name)
+                if (tuple(tensor.shape), tensor.stride()) != (lent.shape, lent.stride):
+                    raise JudgeFailed(
+                        Cause.HARNESS_BUG,
+                        f"{now.workload}: {lent.name!r} of seed {seed} is {tuple(tensor.shape)},"
+                        f" expected {lent.shape} as of every seed",
+                    )
+                view.copy_(tensor)
+        now.before.clear()  # one call at a time
+        now.before[which] = slot.clone()
+        self.synchronize()
+        return took
+
+    # ---- judging --------------------------------------------------------------------------------
+
+    def check(
+        self, which: int, is_judged: bool, allowance: float, returned: Sequence[Returned]
+    ) -> Checked:
+        """What a call did to a slot since it was filled."""
+        self.synchronize()
+        self._suspect = None
+        failure = self._trespass(which) or self._misshapen(returned)
+        if failure is not None or not is_judged:
+            return Checked(failure=failure)
+        errors = self._errors(which)
+        worst = max((closeness(error) for error in errors), default=0.0)
+        wrong = [error for error in errors if not closeness(error) <= allowance]
+        if wrong:
+            failure = self._wrong(max(wrong, key=closeness))
+            self._suspect = Suspect(failure, self._untouched(which))
+        return Checked(failure=failure, worst=min(worst / allowance, ENDLESS))
+
+    def diagnose(self, which: int, allowance: float) -> Checked:
+        """The failure of the last wrong call, once it was repeated on flipped poison: an element
+        that held its poison both times was not written."""
+        suspect = self._suspect
+        assert suspect is not None, "nothing was wrong"
+        self.synchronize()
+        again = self._untouched(which)
+        dropped = {name: mask & again[name] for name, mask in suspect.untouched.items()}
+        failure = suspect.failure
+        for name, mask in dropped.items():
+            count = int(mask.sum())
+            if count:
+                place = tuple(int(i) for i in mask.nonzero()[0])
+                return Checked(
+                    failure=failure.model_copy(
+                        update={
+                            "cause": Cause.DROPPED_ELEMENT,
+                            "message": f"{self._now.loan.op}: {name!r}: {count} of {mask.numel()}"
+                            f" elements were not written, the first at {place}",
+                            "detail": {"output": name, "dropped": count, "first": list(place)},
+                        }
+                    ),
+                    worst=ENDLESS,
+                )
+        errors = self._errors(which)
+        is_right = all(closeness(error) <= allowance for error in errors)
+        detail = {**failure.detail, "again": "right" if is_right else "wrong"}
+        return Checked(failure=failure.model_copy(update={"detail": detail}), worst=ENDLESS)
+
+    def _trespass(self, which: int) -> Failure | None:
+        """Whether a byte changed that the call may not write."""
+        now, slot, before = self._now, self.slot(which), self._now.before[which]
+        end, neighbour = 0, ""
+        for lent in (*now.loan.tensors, None):
+            start = now.loan.slot_bytes if lent is None else lent.offset
+            changed = _changed(slot, before, end, start)
+            if changed is not None:
+                where = (
+                    f"{changed + 1} bytes past the end of {neighbour!r}"
+                    if neighbour
+                    else f"{start - end - changed} bytes before {lent.name if lent else ''!r}"
+                )
+                return self._failure(Cause.OUT_OF_BOUNDS, f"wrote outside its tensors, {where}")
+            if lent is None:
+                break
+            end, neighbour = lent.offset + lent.nbytes, lent.name
+            if lent.name not in now.writable:
+                changed = _changed(slot, before, lent.offset, end)
+                if changed is not None:
+                    return self._failure(
+                        Cause.MUTATED_INPUT,
+                        f"changed {lent.name!r}, {changed} bytes from its start",
+                    )
+            elif not buffers.is_dense(lent):
+                apart = slot[lent.offset : end].clone()
+                buffers.view(apart, lent.model_copy(update={"offset": 0})).copy_(
+                    buffers.view(before, lent)
+                )
+                changed = _changed(apart, before[lent.offset : end], 0, lent.nbytes)
+                if changed is not None:
+                    return self._failure(
+                        Cause.OUT_OF_BOUNDS,
+                        f"wrote between elements of {lent.name!r}, {changed} bytes from its start",
+                    )
+        return None
+
+    def _misshapen(self, returned: Sequence[Returned]) -> Failure | None:
+        loan = self._now.loan
+        by_name = {lent.name: lent for lent in loan.tensors}
+        wanted = [by_name[name] for name in loan.results]
+        if len(returned) != len(wanted):
+            return self._failure(
+                Cause.SHAPE, f"returned {len(returned)} tensors, expected {len(wanted)}"
+            )
+        for got, want in zip(returned, wanted, strict=True):
+            if got.shape != want.shape:
+                return self._failure(
+                    Cause.SHAPE, f"{want.name!r} has shape {got.shape}, expected {want.shape}"
+                )
+            if got.dtype != want.dtype:
+                return self._failure(
+                    Cause.DTYPE, f"{want.name!r} is {got.dtype}, expected {want.dtype}"
+                )
+        return None
+
+    def _errors(self, which: int) -> list[Error]:
+        now, slot = self._now, self.slot(which)
+        drawn = now.drawn[which]
+        if drawn.expected is None:
+            for other in now.drawn.values():
+                other.expected = None  # one at a time: float64 is large
+            drawn.expected = now.expect(drawn.inputs)
+            _refuse_nan(now.workload, drawn)
+        by_name = {lent.name: lent for lent in now.loan.tensors}
+        results = tuple(buffers.view(slot, by_name[name]) for name in now.loan.results)
+        errors: list[Error] = drawn.expected.judge(results)
+        if now.case.source:
+            errors = [*errors, *drawn.expected.judge_official(results)]
+        return errors
+
+    def _wrong(self, error: Error) -> Failure:
+        if error.metric == "shape":
+            cause = Cause.SHAPE
+        else:
+            cause = Cause.NUMERIC if math.isfinite(error.value) else Cause.NONFINITE
+        detail = {
+            "output": error.output,
+            "metric": error.metric,
+            "value": min(error.value, ENDLESS) if error.value == error.value else ENDLESS,
+            "limit": error.limit,
+        }
+        text = f"{error.output}: {error.metric} {error.value:.3g}, at most {error.limit:.3g}"
+        if error.got:
+            detail |= {"at": list(error.at), "got": error.got, "want": error.want}
+            text += f"; first at {error.at}: {error.got}, expected {error.want}"
+        return self._failure(cause, text, detail)
+
+    def _untouched(self, which: int) -> dict[str, torch.Tensor]:
+        slot, before = self.slot(which), self._now.before[which]
+        return {
+            lent.name: _bits(buffers.view(slot, lent)) == _bits(buffers.view(before, lent))
+            for lent in self._now.loan.tensors
+            if lent.is_output
+        }
+
+    def _failure(self, cause: Cause, what: str, detail: dict[str, Any] | None = None) -> Failure:
+        now = self._now
+        (which,) = now.before
+        return Failure(
+            cause=cause,
+            message=f"{now.loan.op}: {what}",
+            workload=now.workload.id,
+            seed=now.drawn[which].seed,
+            detail=detail or {},
+        )
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def ping(self) -> None:
+        """Raises where the device does not compute."""
+        assert int(torch.ones(1000, device=self.device).sum()) == 1000
+
+
+def _changed(now: torch.Tensor, before: torch.Tensor, start: int, end: int) -> int | None:
+    """The first byte from `start` on that changed."""
+    if torch.equal(now[start:end], before[start:end]):
+        return None
+    return int((now[start:end] != before[start:end]).nonzero()[0])
+
+
+def _refuse_nan(workload: Workload, drawn: Drawn) -> None:
+    """A result without numbers would be no yardstick: the workload is at fault."""
+    output = getattr(drawn.expected, "output", None)
+    if isinstance(output, torch.Tensor) and bool(output.isnan().any()):
+        raise JudgeFailed(
+            Cause.HARNESS_BUG, f"{workload}: the expected output of seed {drawn.seed} has NaN"
+        )
+
+
+# ---- facts --------------------------------------------------------------------------------------
+
+
+def facts(device: torch.device) -> Facts:
+    found = environment(str(device))
+    timer: Literal["cupti", "wall", "none"] = "wall"
+    uuid, driver, why = platform.node(), "", ""
+    if device.type == "cuda":
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        driver = _driver(uuid)
+        timer = "cupti"
+        try:
+            cupti.load()
+        except cupti.CuptiMissing as error:
+            timer, why = "none", str(error)
+    versions = {name: str(found[name]) for name in ("fastkernels", "python", "torch", "cuda")}
+    for package in ("triton", "apache-tvm-ffi", "nvidia-cutlass-dsl", "cupti-python"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return Facts(
+        device="cpu" if device.type == "cpu" else found["device"],
+        arch=found["arch"],
+        uuid=uuid,
+        driver=driver,
+        versions=versions,
+        timer=timer,
+        why=why,
+    )
+
+
+def _driver(uuid: str) -> str:
+    command = ["nvidia-smi", f"--id={uuid}", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def answer(judge: Judge, message: AnyMessage) -> AnyMessage:
+    """The reply to a request; what goes wrong here is never the candidate's fault."""
+    try:
+        return _answer(judge, message)
+    except JudgeFailed as error:
+        return Fault(cause=error.cause, message=str(error))
+    except Exception as error:
+        try:
+            judge.synchronize()
+        except Exception as lost:
+            return Fault(cause=Cause.GPU_LOST, message=cupti.describe(lost))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{cupti.describe(error)} ({where.filename}:{where.lineno})"
+        return Fault(cause=Cause.HARNESS_BUG, message=text)
+
+
+def _answer(judge: Judge, message: AnyMessage) -> AnyMessage:
+    if isinstance(message, Fill):
+        return Filled(draw_s=judge.fill(message.slot, message.seed, message.is_flipped))
+    if isinstance(message, Check):
+        return judge.check(message.slot, message.is_judged, message.allowance, message.returned)
+    if isinstance(message, Diagnose):
+        return judge.diagnose(message.slot, message.allowance)
+    if isinstance(message, Lend):
+        return Lending(loan=judge.lend(message.workload, message.slots))
+    if isinstance(message, Share):
+        return Shared(buffer=judge.share())
+    if isinstance(message, Ping):
+        judge.ping()
+        return Pong()
+    assert isinstance(message, Hello), message.kind
+    return facts(judge.device)
+
+
+def run(channel: Channel, device: torch.device) -> None:
+    """Serve until the broker closes the connection."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    judge = Judge(device)
+    try:
+        while True:
+            envelope = channel.receive()
+            channel.send(envelope.nonce, answer(judge, envelope.message))
+    except Closed:
+        return
+    finally:
+        judge.close()

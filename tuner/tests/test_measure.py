@@ -1,0 +1,543 @@
+"""The bench on the CPU: real processes, candidates that work, and such that do what they must not.
+
+One bench serves nearly all tests, as it does a campaign.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastkernels_tuner.measure import (
+    Bench,
+    InfrastructureFault,
+    Rejected,
+    TimerMissing,
+    Unstable,
+    broker,
+)
+from fastkernels_tuner.measure.broker import Infrastructure, Process, Seat
+from fastkernels_tuner.measure.guards import Reading, Verdict
+from fastkernels_tuner.measure.protocol import Collected, Fill
+from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
+
+FAULTS = Path(__file__).with_name("faults.py")
+POLICY = Policy(name="test", timer="wall", is_promotable=False, trial_timeout_s=60.0)
+DECODE = Workload(
+    op="gdn_decode",
+    listed="serving",
+    case={"name": "x", "batch_size": 2, "num_q_heads": 1, "num_v_heads": 2},
+)
+PREFILL = Workload(
+    op="gdn_prefill",
+    listed="serving",
+    case={"name": "y", "lengths": (9, 0, 20), "num_q_heads": 1, "num_v_heads": 2},
+)
+
+
+class Quiet:
+    """A guard without an opinion, or with those it is given."""
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = list(reasons)
+
+    def read(self) -> Reading:
+        return Reading()
+
+    def judge(self, readings: Any, own: Any) -> Verdict:
+        return Verdict({"readings": len(readings)}, self.reasons.pop(0) if self.reasons else "")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Bench]:
+    # The folder of files with bytecode is the tests' own: peers are imported as `faults`.
+    with Bench(
+        "cpu", POLICY, seed=1, routes=str(FAULTS), code="commit", lease=7, guard=Quiet()
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def bench(shared: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The one bench, on the record of no earlier test."""
+    monkeypatch.setattr(shared, "_blocks", 0)
+    monkeypatch.setattr(shared, "_discarded", 0)
+    return shared
+
+
+def candidate(route: str) -> Candidate:
+    return Candidate(op="gdn_decode", route=route, config={}, source="s")
+
+
+HONEST = candidate("honest")
+PEERS = {"other": "tuner.tests.faults:other", "wrong_other": "tuner.tests.faults:wrong_other"}
+
+
+def is_gone(pid: int) -> bool:
+    """No such process, or one that only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(*pids: int) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not all(map(is_gone, pids)):
+        time.sleep(0.02)
+    return all(map(is_gone, pids))
+
+
+# ---- candidates that work -----------------------------------------------------------------------
+
+
+def test_a_candidate_is_judged_and_timed(bench: Bench) -> None:
+    """A shipped route, on contents that no call saw before."""
+    found = bench.evaluate(candidate("torch_recurrent"), DECODE, iterations=5, trials=2)
+    assert found.failure is None
+    assert found.attempts == ()
+    assert (found.candidate, found.workload) == (candidate("torch_recurrent").id, DECODE.id)
+    (trials,) = found.trials
+    # Two before, then the first call, two among the timed ones and one after them.
+    assert (trials.stratum, trials.trials, trials.failures) == (DECODE.id, 6, ())
+    assert 0.0 < trials.worst < 1.0
+    (block,) = found.blocks
+    assert len(block.us) == 5
+    assert min(block.us) > 1.0
+    assert (block.lease, block.number, block.order, block.side) == (7, 0, 0, 0)
+    assert block.environment == bench.environment.id
+    assert block.guard["readings"] == 3
+    assert 7 <= block.guard["contents"] <= 8
+    assert not block.discarded
+
+
+def test_the_environment(bench: Bench) -> None:
+    found = bench.environment
+    assert (found.device, found.arch, found.timer, found.code) == ("cpu", "cpu", "wall", "commit")
+    assert {"fastkernels", "python", "torch"} <= set(found.versions)
+
+
+@pytest.mark.parametrize("mode", ["inplace", "pool"])
+def test_calls_that_update_their_state(bench: Bench, mode: str) -> None:
+    workload = DECODE.model_copy(update={"case": {**DECODE.case, "mode": mode}})
+    found = bench.evaluate(HONEST, workload, iterations=2, trials=1)
+    assert found.failure is None, found.failure
+
+
+def test_an_operator_with_knobs_and_without_workloads_of_its_own(bench: Bench) -> None:
+    knobs: dict[str, Any] = {"chunk_size": 16, "seqs_per_batch": 8}
+    chunked = Candidate(op="gdn_prefill", route="torch_chunked", config=knobs, source="s")
+    found = bench.evaluate(chunked, PREFILL, iterations=2, trials=1)
+    assert found.failure is None, found.failure
+    illegal = chunked.model_copy(update={"config": {"chunk_size": 0, "seqs_per_batch": 8}})
+    refused = bench.evaluate(illegal, PREFILL, iterations=2, trials=1)
+    assert refused.failure is not None
+    assert "knob 'chunk_size' is 0" in refused.failure.message
+
+
+def test_inputs_that_are_slow_to_draw_are_used_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "REDRAW_S", 0.0)
+    other = DECODE.with_seed(8)  # whose draws nobody has timed yet
+    found = bench.evaluate(HONEST, other, iterations=9, trials=1)
+    assert found.failure is None
+    assert 1 <= found.blocks[0].guard["contents"] <= broker.SLOTS
+
+
+def test_printing_disturbs_nobody(bench: Bench) -> None:
+    found = bench.evaluate(candidate("prints"), DECODE, iterations=2, trials=1)
+    assert found.failure is None
+
+
+def test_what_a_candidate_process_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither seeds, nor what is judged, nor what is expected."""
+    told: list[Any] = []
+    ask = Process.ask
+
+    def recording(self: Process, message: Any, *arguments: Any) -> Any:
+        seat = bench._seats[0].process
+        if seat is None or seat.pid == self.pid:
+            told.append(message)
+        return ask(self, message, *arguments)
+
+    monkeypatch.setattr(Process, "ask", recording)
+    found = bench.evaluate(HONEST, DECODE, iterations=4, trials=2)
+    assert found.failure is None
+    assert {message.kind for message in told} == {"hello", "open", "step", "collect"}
+    text = "".join(message.model_dump_json() for message in told)
+    assert not re.search(r"seed|judge|expect|serving|flip|check|\bx\b", text)
+
+
+# ---- candidates that do not ---------------------------------------------------------------------
+
+WRONG = [
+    ("wrong", Cause.NUMERIC, "output: rel_frobenius"),
+    ("later_wrong", Cause.NUMERIC, "output: rel_frobenius"),
+    ("nonfinite", Cause.NONFINITE, "new_state: rel_frobenius inf"),
+    ("drops_an_element", Cause.DROPPED_ELEMENT, "1 of 512 elements were not written"),
+    ("idles", Cause.DROPPED_ELEMENT, "512 of 512 elements were not written"),
+    ("mutates", Cause.MUTATED_INPUT, "changed 'v', 10 bytes from its start"),
+    ("overruns", Cause.OUT_OF_BOUNDS, "past the end of 'output'"),
+    ("underruns", Cause.OUT_OF_BOUNDS, "2 bytes before 'q'"),
+    ("reshapes", Cause.SHAPE, "'output' has shape (512,), expected (2, 1, 2, 128)"),
+    ("retypes", Cause.DTYPE, "'output' is float32, expected bfloat16"),
+    ("raises", Cause.UNCLASSIFIED, "does not feel like it"),
+    ("out_of_memory", Cause.OUT_OF_MEMORY, "out of memory"),
+    ("does_not_compile", Cause.COMPILE, "expected a ';'"),
+    ("declines", Cause.UNCLASSIFIED, "serves nobody"),
+    ("no_such_route", Cause.UNCLASSIFIED, "has no route 'no_such_route'"),
+    ("remembers", Cause.NUMERIC, "rel_frobenius"),
+    ("stops_the_clock", Cause.CHEAT_SUSPECT, "replaced time.perf_counter"),
+    ("forges", Cause.CHEAT_SUSPECT, "answers what it was not asked"),
+    ("crashes", Cause.CRASH, "ended by SIGSEGV in the middle of 'step'"),
+    ("crashes_the_compiler", Cause.CRASH, "ended by SIGABRT in the middle of 'open'"),
+    ("leaves", Cause.CRASH, "ended with status 0 in the middle of 'step'"),
+]
+
+
+@pytest.mark.parametrize(("route", "cause", "words"), WRONG, ids=[route for route, *_ in WRONG])
+def test_a_candidate_that_does_what_it_must_not(
+    bench: Bench, route: str, cause: Cause, words: str
+) -> None:
+    found = bench.evaluate(candidate(route), DECODE, iterations=6, trials=1)
+    assert found.failure is not None
+    assert (found.failure.cause, found.blocks) == (cause, ()), found.failure
+    assert words in found.failure.message
+    assert found.failure.workload == DECODE.id
+    assert found.attempts == ()  # it was not tried again
+    if cause in (Cause.NUMERIC, Cause.CRASH) and "open" not in found.failure.message:
+        assert found.failure.seed is not None
+
+
+def test_the_bench_goes_on_after_all_of_them(bench: Bench) -> None:
+    found = bench.evaluate(HONEST, DECODE, iterations=3, trials=1)
+    assert found.failure is None
+    assert len(found.blocks) == 1
+
+
+def test_one_that_hangs_is_killed_with_what_it_started(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.evaluate(HONEST, DECODE, iterations=0, trials=1).failure is None
+    monkeypatch.setattr(bench, "policy", POLICY.model_copy(update={"trial_timeout_s": 2.0}))
+    found = bench.evaluate(candidate("hangs"), DECODE, iterations=2, trials=1)
+    assert found.failure is not None
+    assert found.failure.cause == Cause.HANG
+    assert found.failure.message == "no answer to 'step' within 2 s"
+    log = found.failure.detail["log"]
+    assert "in hangs" in log  # where it hung
+    child = re.search(r"child (\d+)", log)
+    assert child is not None
+    assert wait_until_gone(int(child[1]))
+
+
+# ---- trials -------------------------------------------------------------------------------------
+
+
+def test_one_judged_call_per_seed(bench: Bench) -> None:
+    found = bench.judge(HONEST, DECODE, range(5))
+    assert (found.stratum, found.trials, found.failures) == (DECODE.id, 5, ())
+    assert bench.judge(HONEST, DECODE, []).trials == 0
+
+
+def test_judging_ends_at_the_first_that_fails_and_names_its_seed(bench: Bench) -> None:
+    found = bench.judge(candidate("later_wrong"), DECODE, range(100, 130))
+    (failure,) = found.failures
+    assert failure.cause == Cause.NUMERIC
+    assert failure.seed == 100 + found.trials - 1
+    assert found.worst > 1.0
+    assert 1 <= found.trials < 30
+
+
+def test_a_process_that_ends_leaves_the_verdicts_before_it(bench: Bench) -> None:
+    found = bench.judge(candidate("leaves"), DECODE, [11, 12])
+    assert [(f.cause, f.seed) for f in found.failures] == [(Cause.CRASH, 11)]
+
+
+def test_nobody_is_blamed_for_a_process_that_ended_before(bench: Bench) -> None:
+    bench.judge(HONEST, DECODE, [1])
+    process = bench._seats[0].process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert bench.judge(HONEST, DECODE, [1]).failures == ()
+
+
+def test_adversarial_inputs(bench: Bench) -> None:
+    workload = Workload(
+        op="gdn_decode", listed="adversarial", case={"name": "huge_state", "seed": 0}
+    )
+    found = bench.judge(HONEST, workload, [1, 2])
+    assert (found.trials, found.failures) == (2, ())
+
+
+# ---- several ------------------------------------------------------------------------------------
+
+
+def test_candidates_and_peers_side_by_side(bench: Bench) -> None:
+    """What fails drops out, also with its process; the others are timed."""
+    routes = ("honest", "wrong", "crashes", "torch_recurrent", "does_not_compile")
+    found = bench.interleave([candidate(r) for r in routes], DECODE, iterations=4, peers=PEERS)
+    assert [e.candidate for e in found] == [*(candidate(r).id for r in routes), *PEERS]
+    by_name = dict(zip((*routes, *PEERS), found, strict=True))
+    causes = {name: e.failure.cause for name, e in by_name.items() if e.failure is not None}
+    assert causes == {
+        "wrong": Cause.NUMERIC,
+        "crashes": Cause.CRASH,
+        "does_not_compile": Cause.COMPILE,
+        "wrong_other": Cause.NUMERIC,
+    }
+    for name, evaluation in by_name.items():
+        assert len(evaluation.blocks) == (name not in causes)
+        assert all(len(block.us) == 4 for block in evaluation.blocks)
+    # A peer that is off by more than our limit, and by less than a peer's.
+    assert 0.0 < by_name["other"].trials[0].worst < 1.0
+
+
+def test_a_compiler_that_takes_the_process_along(bench: Bench) -> None:
+    pair = [HONEST, candidate("crashes_the_compiler")]
+    good, bad = bench.interleave(pair, DECODE, iterations=2)
+    assert good.failure is None
+    assert len(good.blocks) == 1
+    assert bad.failure is not None
+    assert bad.failure.cause == Cause.CRASH
+
+
+def test_a_pair_of_blocks(bench: Bench) -> None:
+    other = candidate("torch_recurrent")
+    orders = set()
+    for number in range(4):
+        blocks = bench.pair(HONEST, other, DECODE, number=number, iterations=2)
+        assert [block.order for block in blocks] == [0, 1, 2, 3]
+        assert {block.number for block in blocks} == {number}
+        assert not any(block.discarded for block in blocks)
+        for block in blocks:
+            assert block.candidate == (HONEST, other)[block.side].id
+            assert len(block.us) == 2
+        orders.add(tuple(block.side for block in blocks))
+    assert orders <= {(0, 1, 1, 0), (1, 0, 0, 1)}
+    one, two = (seat.process for seat in bench._seats)
+    assert one is not None
+    assert two is not None
+    assert one.pid != two.pid
+
+
+def test_a_candidate_against_itself_and_a_peer(bench: Bench) -> None:
+    blocks = bench.pair(HONEST, HONEST, DECODE, number=0, iterations=1)
+    assert sorted(block.side for block in blocks) == [0, 0, 1, 1]
+    bench.interleave([], DECODE, iterations=1, peers=PEERS)
+    blocks = bench.pair(HONEST, "other", DECODE, number=0, iterations=1)
+    assert {block.candidate for block in blocks} == {HONEST.id, "other"}
+
+
+def test_a_pair_with_one_that_is_wrong(bench: Bench) -> None:
+    with pytest.raises(Rejected, match="numeric") as caught:
+        bench.pair(HONEST, candidate("wrong"), DECODE, number=0, iterations=2)
+    assert caught.value.exit_code == 5
+    assert caught.value.candidate == candidate("wrong").id
+    assert caught.value.failure.cause == Cause.NUMERIC
+
+
+# ---- the machine --------------------------------------------------------------------------------
+
+
+def test_a_spoilt_block_is_measured_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_guard", Quiet("too hot"))
+    found = bench.evaluate(HONEST, DECODE, iterations=2, trials=1)
+    assert found.failure is None
+    assert [block.discarded for block in found.blocks] == ["too hot", ""]
+    assert [a.cause for a in found.attempts] == [Cause.THROTTLED]
+
+
+def test_a_machine_that_stays_unfit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more attempts, then a failure that is not the candidate's; in the end none at all."""
+    monkeypatch.setattr(bench, "_guard", Quiet(*["too hot"] * 100))
+    found = bench.evaluate(HONEST, DECODE, iterations=1, trials=1)
+    assert found.failure is not None
+    assert found.failure.cause == Cause.THROTTLED
+    assert [block.discarded for block in found.blocks] == ["too hot"] * 3
+    assert len(found.attempts) == 3
+    for _ in range(3):
+        bench.evaluate(HONEST, DECODE, iterations=1, trials=0)
+    with pytest.raises(Unstable, match="12 of 12 blocks were discarded, expected at most 30%"):
+        bench.evaluate(HONEST, DECODE, iterations=1, trials=0)
+    assert bench.evaluate(HONEST, DECODE, iterations=0, trials=1).failure is None
+
+
+def test_a_spoilt_block_spoils_its_pair(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_guard", Quiet("", "too hot"))
+    blocks = bench.pair(HONEST, HONEST, DECODE, number=0, iterations=1)
+    assert [block.discarded for block in blocks] == ["of a pair: too hot", "too hot"]
+    assert len(bench.pair(HONEST, HONEST, DECODE, number=1, iterations=1)) == 4
+
+
+def test_a_judge_that_ends_is_replaced(bench: Bench) -> None:
+    """Its end is no word about the candidate; what was judged before is not judged again."""
+    bench.judge(HONEST, DECODE, [1])
+    assert bench._judge is not None
+    os.kill(bench._judge.pid, signal.SIGKILL)
+    found = bench.evaluate(HONEST, DECODE, iterations=2, trials=2)
+    assert found.failure is None
+    assert [a.cause for a in found.attempts] == [Cause.HARNESS_BUG]
+    assert "ended by SIGKILL" in found.attempts[0].message
+    os.kill(bench._judge.pid, signal.SIGKILL)
+    trials = bench.judge(HONEST, DECODE, [1])  # whoever counts trials tries again by itself
+    assert (trials.trials, [f.cause for f in trials.failures]) == (0, [Cause.HARNESS_BUG])
+
+
+def test_a_wrong_number_is_final_whatever_comes_after_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge ends while the wrong call is repeated, and later while others are timed."""
+    ask = bench._ask_judge
+
+    def ends(message: Any, reply: Any) -> Any:
+        if isinstance(message, Fill) and message.is_flipped:
+            raise Infrastructure(Failure(cause=Cause.GPU_LOST, message="gone"))
+        return ask(message, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "_ask_judge", ends)
+        found = bench.evaluate(candidate("wrong"), DECODE, iterations=1, trials=2)
+    assert found.failure is not None
+    assert (found.failure.cause, found.attempts) == (Cause.NUMERIC, ())
+    assert found.trials[0].trials == 1
+
+    class Ends(Quiet):
+        def read(self) -> Reading:
+            monkeypatch.setattr(bench, "_guard", Quiet())
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message="once"))
+
+    monkeypatch.setattr(bench, "_guard", Ends())
+    right, wrong = bench.interleave([HONEST, candidate("wrong")], DECODE, iterations=2)
+    assert [a.message for a in right.attempts] == ["once"]
+    assert right.failure is None
+    assert wrong.failure is not None
+    assert (wrong.failure.cause, wrong.trials[0].trials) == (Cause.NUMERIC, 1)
+
+
+@pytest.mark.parametrize(
+    ("us", "cause", "words"),
+    [
+        ((1.0,), Cause.CHEAT_SUSPECT, "times of [1] calls, expected"),
+        ((0.0,), Cause.CHEAT_SUSPECT, "not positive"),
+        ((None,), Cause.HARNESS_BUG, "times of 0 of 3 calls recorded"),
+    ],
+)
+def test_times_that_cannot_be(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, us: Any, cause: Cause, words: str
+) -> None:
+    """What comes from a candidate process is believed no further than it can be checked."""
+    ask = Seat.ask
+
+    def forged(self: Seat, message: Any, reply: Any, timeout_s: float) -> Any:
+        found = ask(self, message, reply, timeout_s)
+        if isinstance(found, Collected):
+            count = 1 if us == (1.0,) else len(found.us)
+            return found.model_copy(update={"us": us * count})
+        return found
+
+    monkeypatch.setattr(Seat, "ask", forged)
+    found = bench.evaluate(HONEST, DECODE, iterations=3, trials=0)
+    assert found.failure is not None
+    assert (found.failure.cause, found.blocks) == (cause, ())
+    assert words in found.failure.message
+    assert len(found.attempts) == (3 if cause.is_infrastructure else 0)
+
+
+def test_a_fault_that_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workload that cannot be drawn: recorded three times, and no failure of the candidate's."""
+    broken = DECODE.model_copy(update={"case": {**DECODE.case, "num_v_heads": 3, "num_q_heads": 2}})
+    found = bench.evaluate(HONEST, broken, iterations=1, trials=1)
+    assert found.failure is not None
+    assert found.failure.cause == Cause.HARNESS_BUG
+    assert len(found.attempts) == 1 + POLICY.max_retries
+    with pytest.raises(InfrastructureFault, match="harness_bug: judge: ") as caught:
+        bench.pair(HONEST, HONEST, broken, number=0, iterations=1)
+    assert len(caught.value.attempts) == 1 + POLICY.max_retries
+
+
+def test_without_the_timer_of_the_policy_nothing_is_timed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "policy", POLICY.model_copy(update={"timer": "cupti"}))
+    with pytest.raises(TimerMissing, match="timed by wall, policy 'test' asks for cupti") as caught:
+        bench.evaluate(HONEST, DECODE, iterations=1, trials=1)
+    assert caught.value.exit_code == 3
+    with pytest.raises(TimerMissing):
+        bench.pair(HONEST, HONEST, DECODE, number=0, iterations=1)
+    with pytest.raises(TimerMissing):
+        bench.interleave([HONEST], DECODE, iterations=1)
+    assert bench.evaluate(HONEST, DECODE, iterations=0, trials=1).failure is None
+    assert bench.judge(HONEST, DECODE, [1]).trials == 1
+
+
+def test_usage(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="is of gdn_decode, the workload of gdn_prefill"):
+        bench.judge(HONEST, PREFILL, [1])
+    with pytest.raises(ValueError, match="peer 'nobody' is unknown"):
+        bench.pair(HONEST, "nobody", DECODE, number=0, iterations=1)
+    with pytest.raises(ValueError, match="device 'tpu' is unknown"):
+        Bench("tpu", POLICY, seed=1)
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def test_an_interruption_leaves_nothing_half_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a candidate is at work: its answer must not come to a later question."""
+    bench.judge(HONEST, DECODE, [1])
+    process = bench._seats[0].process
+    assert process is not None
+
+    def interrupted(timeout_s: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process._channel, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.judge(HONEST, DECODE, [1])
+    assert wait_until_gone(process.pid)
+    assert bench.judge(HONEST, DECODE, [1, 2]).trials == 2
+
+
+def test_processes_end_with_their_broker(shared: Bench) -> None:
+    """As if it had been killed: nobody tells them, but their connections are closed."""
+    shared.judge(HONEST, DECODE, [1])
+    processes = [shared._judge, *(seat.process for seat in shared._seats)]
+    alive = [process for process in processes if process is not None and process.is_alive]
+    files = set(shared._files)
+    assert len(alive) >= 2
+    assert any(Path(path).exists() for path in files)
+    assert shared._nursery is not None
+    for process in alive:
+        process._channel.close()
+    shared._nursery._channel.close()
+    assert wait_until_gone(*(process.pid for process in alive), shared._nursery._process.pid)
+    assert not any(Path(path).exists() for path in files)
+
+
+def test_what_ended_is_replaced_and_closing_ends_it_all(shared: Bench) -> None:
+    """Also the nursery, after the test before."""
+    found = shared.evaluate(HONEST, DECODE, iterations=1, trials=1)
+    assert found.failure is None
+    (attempt,) = found.attempts
+    assert attempt.message.startswith("judge: gone with its nursery")
+    assert shared._judge is not None
+    assert shared._nursery is not None
+    pids = [shared._judge.pid, shared._nursery._process.pid]
+    pids += [seat.process.pid for seat in shared._seats if seat.process is not None]
+    files = set(shared._files)
+    shared.close()
+    shared.close()
+    assert wait_until_gone(*pids)
+    assert files
+    assert not any(Path(path).exists() for path in files)
