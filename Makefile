@@ -10,19 +10,20 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # at import without it.
 CPU_TORCH := torch==2.13.0
 # Tests that need neither a GPU, nor a CUDA toolchain, nor a service.
-CPU_TESTS := not (gpu or sm90 or sm100 or multigpu or toolchain)
+CPU_TESTS := not (gpu or sm90 or sm100 or multigpu or toolchain or service)
 # Kernels are of no use without a GPU: installing stays quick there, and `make kernels` builds.
 NO_CUDA = $(shell nvidia-smi > /dev/null 2>&1 || echo FASTKERNELS_NO_CUDA=1)
 SOURCES := find csrc -name "*.cc" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-kernels wheel lint format clean
+.PHONY: help demo test kernels test-kernels test-services wheel lint format clean
 
 help:
 	@echo 'make demo          install into $(VENV) and show every operator at work'
 	@echo 'make test          every test that needs no GPU and no CUDA toolchain'
 	@echo 'make kernels       build the library of kernels in place; needs no GPU'
 	@echo 'make test-kernels  the same, and the tests that need a toolchain'
+	@echo 'make test-services tests that need a PostgreSQL server and a Chromium (Debian: postgresql, chromium)'
 	@echo 'make wheel         a release wheel in dist/, with every kernel'
 	@echo 'make lint          style, types and import contracts'
 	@echo 'make format        bring the sources into form'
@@ -39,7 +40,10 @@ kernels: $(VENV)/.toolchain
 	@FASTKERNELS_RELEASE=1 $(BIN)/python setup.py --quiet build_kernels --inplace
 
 test-kernels: kernels $(VENV)/.dev
-	@$(BIN)/python -m pytest -m toolchain tests $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m toolchain $(PYTEST_ARGS)
+
+test-services: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m service tuner/tests $(PYTEST_ARGS)
 
 wheel: $(VENV)/.package
 	@rm -rf dist build/lib* build/bdist*  # setuptools would ship what was deleted since
@@ -87,7 +91,7 @@ $(VENV)/.package: pyproject.toml setup.py
 $(VENV)/.dev: $(VENV)/.package tuner/pyproject.toml
 	@echo 'installing the development tools'
 	@FASTKERNELS_NO_CUDA=1 $(PIP) --editable '.[dev]'
-	@$(PIP) --editable ./tuner
+	@$(PIP) --editable './tuner[postgres]'
 	@touch $@
 
 # What an isolated build would ask for, and setuptools for the build itself.

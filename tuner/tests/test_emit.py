@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastkernels_tuner
+from fastkernels import catalog
 from fastkernels.core import dispatch, table
 from fastkernels_tuner import emit, rules, sweep
 from fastkernels_tuner.errors import EvidenceError, SourceError, TunerError
@@ -297,13 +298,30 @@ def test_a_file_that_is_no_sweep(tmp_path: Path, text: str) -> None:
         sweep.draft(path)
 
 
-def test_several_variable_axes_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_variable_axes_give_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real catalog
-    path = write_sweep(tmp_path, [], op="gdn_prefill")
-    with pytest.raises(SourceError, match=r"gdn_prefill varies in .*, .*along one axis so far"):
-        sweep.draft(path)
+    spec = catalog.operator("gdn_prefill").spec
+    rows = [
+        {
+            "list": "contest", "id": f"{mode}-{tokens}-{size}", "mode": mode,
+            "axes": {"total_seq_len": tokens, "num_seqs": 1 + tokens // 100},
+            "route": "torch_chunked", "config": {"chunk_size": size, "seqs_per_batch": 32},
+            "us": {"median": us, "p10": us, "p90": us}, "trials": 1, "failures": 0,
+            "error": {"value": 0.0, "limit": 1.0},
+        }
+        for mode in spec.modes
+        for tokens, size, us in ((6, 64, 10.0), (6, 128, 12.0), (800, 64, 90.0), (800, 128, 70.0))
+    ]  # fmt: skip
+    path = write_sweep(tmp_path, rows, op="gdn_prefill", spec_digest=spec.digest)
+    drafted = sweep.draft(path)
+    made = table.parse(emit.render(drafted), spec)
+    assert made.limits == {"total_seq_len": (0, 800), "num_seqs": (0, 9)}
+    for mode in spec.modes:
+        for tokens, size in ((6, 64), (403, 64), (404, 128), (800, 128)):
+            hit = made.lookup({"total_seq_len": tokens, "num_seqs": 1} | spec.constants, mode)
+            assert hit is not None
+            assert hit.entry.config is not None
+            assert hit.entry.config["chunk_size"] == size
 
 
 # ---- by rule ------------------------------------------------------------------------------------

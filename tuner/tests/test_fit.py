@@ -8,7 +8,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkernels_tuner.fit import Candidate, Grid, Sample, Segment, evidence, fit, margin
+from fastkernels_tuner.fit import (
+    Candidate,
+    Grid,
+    Sample,
+    Segment,
+    evidence,
+    fit,
+    fit_boxes,
+    margin,
+)
 from fastkernels_tuner.sweep import boundary
 
 A, B, C = (Candidate(name, (("tile", 1),)) for name in "abc")
@@ -57,7 +66,7 @@ def test_every_boundary_is_defended_from_both_sides(found: Grid) -> None:
             if rival not in found.measured_on(segment.sizes):
                 continue
             assert margin(found, segment, rival).spreads > 1
-            shown = evidence(found, segments, j, "rows")
+            shown = evidence(found, segments, j, ("rows",))
             assert shown["margin"] * shown["worst_us"] > shown["spread_us"]
 
 
@@ -97,14 +106,16 @@ def test_the_order_of_samples_does_not_matter(found: Grid, shuffle: random.Rando
     segments, again = fit(found), fit(Grid(shuffled))
     assert segments == again
     for i in range(len(segments)):
-        assert evidence(found, segments, i, "rows") == evidence(Grid(shuffled), again, i, "rows")
+        assert evidence(found, segments, i, ("rows",)) == evidence(
+            Grid(shuffled), again, i, ("rows",)
+        )
 
 
 @given(grids())
 def test_evidence_is_what_the_lint_takes(found: Grid) -> None:
     segments = fit(found)
     for i, segment in enumerate(segments):
-        shown = evidence(found, segments, i, "rows")
+        shown = evidence(found, segments, i, ("rows",))
         assert shown["margin"] >= 0
         assert shown["spread_us"] > 0
         assert shown["at"]["rows"] in segment.sizes
@@ -151,9 +162,40 @@ def test_a_weak_boundary_goes() -> None:
     found = grid(a=[109, 109, 200], b=[100, 200, 200], c=[200, 100, 200], d=[112, 112, 100])
     (segment,) = fit(found)
     assert segment.candidate.route == "d"
-    assert evidence(found, [segment], 0, "rows")["slowdown"] == 0.12
+    assert evidence(found, [segment], 0, ("rows",))["slowdown"] == 0.12
 
 
 def test_a_candidate_that_takes_part_of_the_sizes_may_serve_them() -> None:
     segments = fit(grid(a=[50, 60, 0], b=[100, 110, 120]))
     assert segments == [Segment((1, 2), A), Segment((4,), B)]
+
+
+def test_boxes_tile_the_limits_and_lose_no_more_than_allowed() -> None:
+    """Two axes: a large first axis wants B, a small one A, whatever the second is."""
+    a, b = Candidate("a", ()), Candidate("b", ())
+    samples = {
+        (x, y): {
+            a: Sample(1000 + 10 * x, 10, 1, 1),
+            b: Sample(1200 + 2 * x + y, 10, 1, 1),
+        }
+        for x in (1, 8, 64, 200)
+        for y in (1, 4)
+    }
+    boxes = fit_boxes(Grid(samples, slowdown=0.02), ((0, 200), (0, 4)))
+    assert [(box.bounds, box.segment.candidate) for box in boxes] == [
+        (((0, 36), (0, 4)), a),
+        (((37, 200), (0, 4)), b),
+    ]
+    assert sorted(size for box in boxes for size in box.segment.sizes) == sorted(samples)
+
+
+def test_a_slowdown_that_is_allowed_saves_a_box() -> None:
+    a, b = Candidate("a", ()), Candidate("b", ())
+    samples = {
+        (1, 1): {a: Sample(1000, 1, 1, 1), b: Sample(1015, 1, 1, 1)},
+        (9, 1): {a: Sample(1100, 1, 1, 1), b: Sample(1000, 1, 1, 1)},
+    }
+    limits = ((0, 9), (0, 1))
+    assert len(fit_boxes(Grid(samples), limits)) == 2
+    (box,) = fit_boxes(Grid(samples, slowdown=0.02), limits)
+    assert box.segment.candidate == b

@@ -1,13 +1,17 @@
-"""From measured times to regimes along one axis. Plain data in and out: no files, no torch.
+"""From measured times to regimes: segments of one axis, or boxes over several (`fit_boxes`). Plain
+data in and out: no files, no torch.
 
-Times are whole nanoseconds, so sums are exact and ties are ties.
+A size is an integer on one axis, a tuple of them on several. Times are whole nanoseconds, so sums
+are exact and ties are ties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 
@@ -37,47 +41,54 @@ class Sample(NamedTuple):
 class Segment(NamedTuple):
     """Neighbouring measured sizes and the candidate that serves them."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[Any, ...]
     candidate: Candidate
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Samples by size, for one mode and one choice of constants. Every size has a sample."""
+    """Samples by size, for one mode and one choice of constants. Every size has a sample.
 
-    samples: Mapping[int, Mapping[Candidate, Sample]]
+    slowdown: the fraction that a regime's candidate may lose against the best of a size, where that
+    is more than the spread.
+    """
+
+    samples: Mapping[Any, Mapping[Candidate, Sample]]
+    slowdown: float = 0.0
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[Any, ...]:
         return tuple(sorted(self.samples))
 
     @cached_property
-    def best(self) -> dict[int, Sample]:
+    def best(self) -> dict[Any, Sample]:
         return {
             size: min(row.items(), key=lambda item: (item[1].median_ns, str(item[0])))[1]
             for size, row in self.samples.items()
         }
 
-    def time(self, candidate: Candidate, size: int) -> int:
+    def time(self, candidate: Candidate, size: Any) -> int:
         return self.samples[size][candidate].median_ns
 
-    def total(self, candidate: Candidate, sizes: Iterable[int]) -> int:
+    def total(self, candidate: Candidate, sizes: Iterable[Any]) -> int:
         return sum(self.time(candidate, size) for size in sizes)
 
-    def spread(self, size: int) -> int:
-        """The spread of the best candidate: what a difference at this size has to exceed."""
-        return max(self.best[size].spread_ns, 1)
+    def spread(self, size: Any) -> int:
+        """What a difference at this size has to exceed: the spread of the best candidate, or the
+        slowdown that is allowed."""
+        best = self.best[size]
+        return max(best.spread_ns, round(self.slowdown * best.median_ns), 1)
 
-    def measured_on(self, sizes: Iterable[int]) -> list[Candidate]:
+    def measured_on(self, sizes: Iterable[Any]) -> list[Candidate]:
         """The candidates with a sample at each of `sizes`, by name."""
         common = set.intersection(*(set(self.samples[size]) for size in sizes))
         return sorted(common, key=str)
 
-    def is_admissible(self, candidate: Candidate, size: int) -> bool:
+    def is_admissible(self, candidate: Candidate, size: Any) -> bool:
         """Within the spread of the best."""
         return self.time(candidate, size) - self.best[size].median_ns <= self.spread(size)
 
-    def worst_loss(self, candidate: Candidate, sizes: Iterable[int]) -> float:
+    def worst_loss(self, candidate: Candidate, sizes: Iterable[Any]) -> float:
         """Against the best of each size, in spreads."""
         return max(
             (self.time(candidate, size) - self.best[size].median_ns) / self.spread(size)
@@ -89,17 +100,17 @@ class Margin(NamedTuple):
     """How much slower a rival is, at the size where that shows most."""
 
     rival: Candidate
-    size: int
+    size: Any
     ratio: float  # of the served time; rounded as a table shows it
     spreads: float  # above 1 it counts
 
 
 def margin(grid: Grid, segment: Segment, rival: Candidate) -> Margin:
-    def spreads(size: int) -> float:
+    def spreads(size: Any) -> float:
         lost = grid.time(rival, size) - grid.time(segment.candidate, size)
         return lost / grid.spread(size)
 
-    size = max(segment.sizes, key=lambda size: (spreads(size), -size))
+    size = max(sorted(segment.sizes), key=spreads)
     served = grid.time(segment.candidate, size)
     # Judged after rounding, so that the table itself shows that a boundary is defended.
     ratio = round((grid.time(rival, size) - served) / served, 4)
@@ -132,7 +143,7 @@ def fit(grid: Grid) -> list[Segment]:
 def _fewest(grid: Grid) -> list[Segment]:
     """Ties go to the lowest total time, then to the first name."""
 
-    def served(sizes: tuple[int, ...]) -> Segment | None:
+    def served(sizes: tuple[Any, ...]) -> Segment | None:
         legal = [
             candidate
             for candidate in grid.measured_on(sizes)
@@ -169,12 +180,127 @@ def _strength(grid: Grid, lower: Segment, upper: Segment) -> float:
     )
 
 
+class Bounded(NamedTuple):
+    """A box over several axes, both ends of an interval included, and what serves it."""
+
+    bounds: tuple[tuple[int, int], ...]
+    segment: Segment
+
+
+def fit_boxes(grid: Grid, limits: Sequence[tuple[int, int]]) -> list[Bounded]:
+    """Boxes that tile `limits`, by a shallow tree over the axes.
+
+    A box whose measured sizes one candidate serves (within the spread or slowdown) is not divided.
+    Else it is cut where the two halves, each under its fastest candidate, lose least in total; the
+    cut lies midway between two measured sizes. A box that another box's candidate could take over
+    and lose no more than the spread is no box: what it was cut from becomes one again, with the
+    candidate that loses least at worst.
+    """
+    root = _divide(grid, grid.sizes, tuple(limits))
+    while (weak := _weakest(grid, root)) is not None:
+        weak.halves = None
+    return [node.box for node in root.leaves()]
+
+
+@dataclass
+class _Node:
+    """A box, and the two that it is cut into; `box` is what serves it if it is not."""
+
+    box: Bounded
+    halves: tuple[_Node, _Node] | None = None
+
+    def leaves(self) -> list[_Node]:
+        return [self] if self.halves is None else [n for half in self.halves for n in half.leaves()]
+
+    def parents(self) -> list[_Node]:
+        if self.halves is None:
+            return []
+        return [self, *(node for half in self.halves for node in half.parents())]
+
+
+def _divide(grid: Grid, sizes: tuple[Any, ...], limits: tuple[tuple[int, int], ...]) -> _Node:
+    whole = Bounded(limits, _serve(grid, sizes))
+    if all(grid.is_admissible(whole.segment.candidate, size) for size in sizes):
+        return _Node(whole)
+    options = []
+    for axis in range(len(limits)):
+        values = sorted({size[axis] for size in sizes})
+        for low, high in pairwise(values):
+            halves = (
+                tuple(size for size in sizes if size[axis] <= low),
+                tuple(size for size in sizes if size[axis] > low),
+            )
+            options.append((sum(_loss(grid, half) for half in halves), axis, (low + high) // 2))
+    if not options:
+        return _Node(whole)
+    _, axis, cut = min(options)
+    low, high = limits[axis]
+    found = []
+    for interval in ((low, cut), (cut + 1, high)):
+        own = tuple(size for size in sizes if interval[0] <= size[axis] <= interval[1])
+        found.append(_divide(grid, own, (*limits[:axis], interval, *limits[axis + 1 :])))
+    return _Node(whole, (found[0], found[1]))
+
+
+def _weakest(grid: Grid, root: _Node) -> _Node | None:
+    """Of the nodes above a leaf that does not defend itself the one whose leaf does so least."""
+    leaves = root.leaves()
+    if len(leaves) == 1:
+        return None
+    segments = [leaf.box.segment for leaf in leaves]
+    strengths = {id(leaf): _defence(grid, segments, i) for i, leaf in enumerate(leaves)}
+    above = [
+        (strengths[id(half)], i, node)
+        for i, node in enumerate(root.parents())
+        for half in node.halves or ()
+        if half.halves is None and strengths[id(half)] <= 1
+    ]
+    return min(above, key=lambda found: found[:2])[2] if above else None
+
+
+def _defence(grid: Grid, segments: Sequence[Segment], i: int) -> float:
+    """What it costs at least, in spreads, that another segment's candidate takes this one over; 0
+    where it has that candidate itself, or nothing else was measured here."""
+    rivals = {s.candidate for k, s in enumerate(segments) if k != i}
+    if segments[i].candidate in rivals:
+        return 0.0
+    measured = rivals & set(grid.measured_on(segments[i].sizes))
+    return min((margin(grid, segments[i], rival).spreads for rival in measured), default=0.0)
+
+
+def _serve(grid: Grid, sizes: tuple[Any, ...]) -> Segment:
+    """The candidate that serves all sizes within what is allowed in the least total time; where
+    none does, the one that loses least at worst."""
+    measured = grid.measured_on(sizes)
+    legal = [c for c in measured if all(grid.is_admissible(c, size) for size in sizes)]
+    if legal:
+        return Segment(sizes, min(legal, key=lambda c: grid.total(c, sizes)))
+    if not measured:
+        raise ValueError(f"no candidate was measured at all of {sizes}")
+    return Segment(
+        sizes, min(measured, key=lambda c: (grid.worst_loss(c, sizes), grid.total(c, sizes)))
+    )
+
+
+def _loss(grid: Grid, sizes: tuple[Any, ...]) -> float:
+    """The least sum of log slowdowns that one candidate gives; a large one where none was measured
+    on all of them."""
+    return min(
+        (
+            sum(math.log(grid.time(c, size) / grid.best[size].median_ns) for size in sizes)
+            for c in grid.measured_on(sizes)
+        ),
+        default=1e3 * len(sizes),
+    )
+
+
 def runner_up(grid: Grid, segments: list[Segment], i: int) -> Margin | None:
     """What nearly served a segment: of its neighbours' candidates the one that would lose less;
     where no neighbour was measured here, the next best of all; None where nothing else was."""
     segment = segments[i]
     measured = [c for c in grid.measured_on(segment.sizes) if c != segment.candidate]
-    neighbours = {s.candidate for s in segments[max(i - 1, 0) : i + 2]}
+    is_line = not isinstance(segments[i].sizes[0], tuple)  # else any box may lie beside it
+    neighbours = {s.candidate for s in (segments[max(i - 1, 0) : i + 2] if is_line else segments)}
     rivals = [c for c in measured if c in neighbours]
     if rivals:
         return min((margin(grid, segment, rival) for rival in rivals), key=lambda m: m.spreads)
@@ -183,20 +309,20 @@ def runner_up(grid: Grid, segments: list[Segment], i: int) -> Margin | None:
     return margin(grid, segment, min(measured, key=lambda c: grid.total(c, segment.sizes)))
 
 
-def evidence(grid: Grid, segments: list[Segment], i: int, axis: str) -> dict[str, Any]:
+def evidence(grid: Grid, segments: list[Segment], i: int, axes: Sequence[str]) -> dict[str, Any]:
     """The `evidence` of a regime; tuner/README.md says what each entry means."""
     sizes, candidate = segments[i]
     served = [grid.samples[size][candidate] for size in sizes]
     rival = runner_up(grid, segments, i)
-    slowest = max(sizes, key=lambda size: (grid.time(candidate, size), -size))
+    slowest = max(sorted(sizes), key=lambda size: grid.time(candidate, size))
     at = slowest if rival is None else rival.size
     return {
         "cases": sum(sample.cases for sample in served),
         "worst_us": grid.time(candidate, slowest) / 1000,
-        "spread_us": grid.spread(at) / 1000,
+        "spread_us": max(grid.best[at].spread_ns, 1) / 1000,
         "runner_up": "none" if rival is None else str(rival.rival),
         "margin": 0.0 if rival is None else rival.ratio,
-        "at": {axis: at},
+        "at": dict(zip(axes, at if isinstance(at, tuple) else (at,), strict=True)),
         "slowdown": max(
             round(sample.median_ns / grid.best[size].median_ns - 1, 4)
             for size, sample in zip(sizes, served, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,16 @@ from fastkernels.errors import ArgumentError
 from fastkernels_tuner import read
 from fastkernels_tuner.emit import Draft, Source
 from fastkernels_tuner.errors import EvidenceError, SourceError
-from fastkernels_tuner.fit import Candidate, Grid, Sample, Segment, evidence, fit
+from fastkernels_tuner.fit import (
+    Bounded,
+    Candidate,
+    Grid,
+    Sample,
+    Segment,
+    evidence,
+    fit,
+    fit_boxes,
+)
 
 SCHEMA = 1
 # CUPTI's time stamps come in steps of 32 ns: nothing below is known, however often it was measured.
@@ -34,7 +43,7 @@ class Row(NamedTuple):
 
     problem: str
     group: Group
-    size: int
+    size: Any  # on the variable axis; a tuple of sizes where there are several
     candidate: Candidate
     times_us: tuple[float, float, float] | None  # median, p10, p90
     trials: int
@@ -47,11 +56,21 @@ class Setting:
     where: str
     operator: Operator
     device: DeviceInfo
-    axis: str  # the one that varies
+    axes: tuple[str, ...]  # those that vary
     iterations: int  # calls behind each median
+    slowdown: float  # that a regime may cost against the best at a size
 
     def key(self, axes: dict[str, int], mode: str) -> ProblemKey:
         return key_from_axes(self.operator.spec, axes, self.device, mode)
+
+    def size(self, key: ProblemKey) -> Any:
+        sizes = tuple(key.axis(name) for name in self.axes)
+        return sizes if len(sizes) > 1 else sizes[0]
+
+    def corner(self, rows: list[Row], pick: Callable[[Iterable[int]], int]) -> tuple[int, ...]:
+        """The smallest or largest measured size on each axis."""
+        sizes = [row.size if isinstance(row.size, tuple) else (row.size,) for row in rows]
+        return tuple(pick(column) for column in zip(*sizes, strict=True))
 
     def group(self, key: ProblemKey) -> Group:
         sizes = dict(key.axes)
@@ -65,8 +84,11 @@ class Setting:
 
 
 def draft(path: Path) -> Draft:
-    source = Source.read(path)
-    where = str(path)
+    return draft_from(Source.read(path))
+
+
+def draft_from(source: Source) -> Draft:
+    where = str(source.path)
     try:
         data = json.loads(source.text)
     except (ValueError, RecursionError) as error:
@@ -76,14 +98,25 @@ def draft(path: Path) -> Draft:
     read.expect(data, "schema", SCHEMA, where)
     read.expect(data, "kind", "sweep", where)
     operator = read.operator(data, where)
-    axis = _variable_axis(operator)
+    axes = operator.spec.variable_axes
     read.expect(data, "spec_digest", operator.spec.digest, f"{where}: stale")
-    setting = Setting(where, operator, _device(data, where), axis, _iterations(data, where))
+    setting = Setting(
+        where,
+        operator,
+        _device(data, where),
+        axes,
+        _iterations(data, where),
+        _slowdown(data, where),
+    )
     rows = _rows(data, setting)
     failed = _failed(rows) | _crashed(data, setting)
     grids = _grids(rows, failed, setting)
-    limits = (operator.spec.axis[axis].at_least, max(row.size for row in rows))
-    _check_coverage(grids, limits, setting)
+    limits = tuple(
+        (operator.spec.axis[name].at_least, high)
+        for name, high in zip(axes, setting.corner(rows, max), strict=True)
+    )
+    if len(axes) == 1:
+        _check_coverage(grids, limits[0], setting)
     return Draft(
         source=source,
         option="sweep",
@@ -91,7 +124,7 @@ def draft(path: Path) -> Draft:
         status="measured",
         device=setting.device,
         provenance=_provenance(source, data, where),
-        limits={axis: limits},
+        limits=dict(zip(axes, limits, strict=True)),
         regimes=tuple(
             regime
             for group, grid in grids.items()
@@ -99,15 +132,6 @@ def draft(path: Path) -> Draft:
         ),
         notes=(*failed.values(), *_unmeasured(data)),
     )
-
-
-def _variable_axis(operator: Operator) -> str:
-    axes = operator.spec.variable_axes
-    if len(axes) != 1:
-        raise SourceError(
-            f"{operator.name} varies in {', '.join(axes)}; emit fits regimes along one axis so far"
-        )
-    return axes[0]
 
 
 def _device(data: dict[str, Any], where: str) -> DeviceInfo:
@@ -166,7 +190,7 @@ def _row(entry: dict[str, Any], setting: Setting, where: str) -> Row:
     return Row(
         f"{read.get(entry, 'list', str, where)} {read.get(entry, 'id', str, where)}",
         setting.group(key),
-        key.axis(setting.axis),
+        setting.size(key),
         _candidate(entry, setting, where),
         _times(read.get(entry, "us", dict, where), f"{where}: us") if is_right else None,
         read.get(entry, "trials", int, where),
@@ -197,6 +221,14 @@ def _iterations(data: dict[str, Any], where: str) -> int:
     if type(count) is not int or count < 1:
         raise SourceError(f"{where}: protocol has iterations = {count!r}, expected a count")
     return count
+
+
+def _slowdown(data: dict[str, Any], where: str) -> float:
+    """`fit` in the protocol says what a regime may cost; without it, nothing beyond the spread."""
+    value = data.get("protocol", {}).get("slowdown", 0.0)
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise SourceError(f"{where}: protocol has slowdown = {value!r}, expected a fraction")
+    return float(value)
 
 
 def _number(value: Any, where: str) -> float:
@@ -247,7 +279,7 @@ def _unmeasured(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> dict[Group, Grid]:
-    pools: dict[Group, dict[int, dict[Candidate, list[Row]]]] = defaultdict(dict)
+    pools: dict[Group, dict[Any, dict[Candidate, list[Row]]]] = defaultdict(dict)
     for row in rows:
         pool = pools[row.group].setdefault(row.size, {})
         if row.candidate not in failed:
@@ -259,7 +291,7 @@ def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> d
                     "\n  ".join(
                         [
                             f"{setting.where}: no candidate without failures serves "
-                            f"{_describe(group)}: {setting.axis} = {size}",
+                            f"{_describe(group)}: {', '.join(setting.axes)} = {size}",
                             *failed.values(),
                         ]
                     )
@@ -270,7 +302,8 @@ def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> d
             {
                 size: {candidate: _pool(found, n) for candidate, found in pool.items()}
                 for size, pool in sizes.items()
-            }
+            },
+            setting.slowdown,
         )
         for group, sizes in sorted(pools.items(), key=lambda item: item[0])
     }
@@ -299,9 +332,9 @@ def _check_coverage(grids: dict[Group, Grid], limits: tuple[int, int], setting: 
     for group in sorted({*grids, *((mode, ()) for mode in setting.operator.spec.modes)}):
         sizes = grids[group].sizes if group in grids else ()
         if not sizes or sizes[0] > low:
-            missing.append(f"{_describe(group)}: {setting.axis} = {low}")
+            missing.append(f"{_describe(group)}: {setting.axes[0]} = {low}")
         if not sizes or sizes[-1] < high:
-            missing.append(f"{_describe(group)}: {setting.axis} = {high}")
+            missing.append(f"{_describe(group)}: {setting.axes[0]} = {high}")
     if missing:
         raise EvidenceError(
             "\n  ".join(
@@ -322,27 +355,43 @@ def _describe(group: Group) -> str:
 # ---- regimes ------------------------------------------------------------------------------------
 
 
-def _regimes(grid: Grid, group: Group, limits: tuple[int, int], setting: Setting) -> list[Regime]:
+def _regimes(
+    grid: Grid, group: Group, limits: tuple[tuple[int, int], ...], setting: Setting
+) -> list[Regime]:
+    mode, constants = group
+    boxes = _boxes(grid, group, limits, setting)
+    segments = [segment for _, segment in boxes]
+    return [
+        Regime(
+            mode=mode,
+            axes=dict(zip(setting.axes, bounds, strict=True)),
+            constants={name: (size, size) for name, size in constants},
+            route=segment.candidate.route,
+            config=segment.candidate.config,
+            evidence=evidence(grid, segments, i, setting.axes),
+        )
+        for i, (bounds, segment) in enumerate(boxes)
+    ]
+
+
+def _boxes(
+    grid: Grid, group: Group, limits: tuple[tuple[int, int], ...], setting: Setting
+) -> list[Bounded]:
+    if len(limits) > 1:
+        return fit_boxes(grid, limits)
     mode, constants = group
 
     def takes(candidate: Candidate, size: int) -> bool:
-        key = setting.key({setting.axis: size, **dict(constants)}, mode)
+        key = setting.key({setting.axes[0]: size, **dict(constants)}, mode)
         return setting.unsuited(key, candidate) is None
 
     segments = fit(grid)
     lasts = [boundary(lower, upper, takes) for lower, upper in pairwise(segments)]
-    lows = [limits[0], *(last + 1 for last in lasts)]
-    highs = [*lasts, limits[1]]
+    lows = [limits[0][0], *(last + 1 for last in lasts)]
+    highs = [*lasts, limits[0][1]]
     return [
-        Regime(
-            mode=mode,
-            axes={setting.axis: (low, high)},
-            constants={name: (size, size) for name, size in constants},
-            route=segment.candidate.route,
-            config=segment.candidate.config,
-            evidence=evidence(grid, segments, i, setting.axis),
-        )
-        for i, (segment, low, high) in enumerate(zip(segments, lows, highs, strict=True))
+        Bounded(((low, high),), segment)
+        for segment, low, high in zip(segments, lows, highs, strict=True)
     ]
 
 

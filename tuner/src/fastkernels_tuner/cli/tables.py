@@ -1,5 +1,4 @@
-"""The `fastkernels-tune` command. Exit status: 0 well, 1 a checked table differs from its file,
-2 usage or a source that is no good, 3 the machine does not let us, 5 evidence rejected."""
+"""Commands about tables: emit, dispatch build, dispatch check."""
 
 from __future__ import annotations
 
@@ -12,21 +11,14 @@ from typing import Any
 
 import click
 
-import fastkernels_tuner
 from fastkernels_tuner import emit, rules, sweep
+from fastkernels_tuner.cli.common import FILE as _FILE
 from fastkernels_tuner.errors import TunerError
 
 _DIFFERS = 1
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(fastkernels_tuner.__version__, prog_name="fastkernels-tune")
-def main() -> None:
-    """Make the dispatch tables of fastkernels."""
-
-
-@main.command("emit")
+@click.command("emit")
 @click.option("--sweep", "sweeps", multiple=True, type=_FILE, help="From times; repeatable.")
 @click.option("--rules", "rule_files", multiple=True, type=_FILE, help="By rule; repeatable.")
 @click.option(
@@ -108,5 +100,17 @@ def _report(document: dict[str, Any], as_json: bool) -> None:
         click.echo(f"{table['path']}: {table['state']} ({what})")
 
 
-if __name__ == "__main__":
-    main()
+@click.group("dispatch")
+def dispatch_group() -> None:
+    """Tables from evidence: `build` is `emit`, `check` is `emit --check`."""
+
+
+dispatch_group.add_command(emit_command, "build")
+dispatch_group.add_command(
+    click.Command(
+        "check",
+        callback=lambda **options: emit_command.callback(check=True, **options),  # type: ignore[misc]
+        params=[option for option in emit_command.params if option.name != "check"],
+        help="Exit status 1 if a table on disk is not what its sources give.",
+    )
+)

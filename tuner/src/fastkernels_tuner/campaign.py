@@ -1,0 +1,122 @@
+"""One campaign as its stages see it: what it sets out to do, what is known so far, where it writes.
+
+The store is the truth. Everything here is read from it, so that a campaign goes on after an
+interruption, in another process or on another machine, as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fastkernels.core.device import DeviceInfo, named_device
+from fastkernels.core.route import Operator
+from fastkernels_tuner import plan
+from fastkernels_tuner.model import (
+    Block,
+    CampaignSpec,
+    Candidate,
+    Evaluation,
+    Policy,
+    Regime,
+    Trials,
+    Workload,
+)
+from fastkernels_tuner.store import Store
+
+
+class Measures(Protocol):
+    """What a stage needs of the measuring processes; `measure.Bench` in earnest. `lease` is the
+    token of the job at hand, which its blocks carry."""
+
+    lease: int
+
+    def evaluate(
+        self, candidate: Candidate, workload: Workload, *, iterations: int, trials: int
+    ) -> Evaluation: ...
+
+    def judge(self, candidate: Candidate, workload: Workload, seeds: Sequence[int]) -> Trials: ...
+
+    def pair(
+        self, a: Candidate, b: Candidate, workload: Workload, *, number: int, iterations: int
+    ) -> tuple[Block, ...]: ...
+
+    def interleave(
+        self,
+        candidates: Sequence[Candidate],
+        workload: Workload,
+        *,
+        iterations: int,
+        peers: Mapping[str, str] | None = None,
+    ) -> list[Evaluation]: ...
+
+    def close(self) -> None:
+        """End every process; the next call starts fresh ones."""
+
+
+class Done(NamedTuple):
+    """A finished piece of work: what was asked, and what came of it."""
+
+    payload: dict[str, Any]
+    result: dict[str, Any]
+
+
+@dataclass
+class Campaign:
+    """`say` takes lines for the person at the terminal."""
+
+    store: Store
+    id: str
+    folder: Path  # of this campaign's files
+    say: Callable[[str], None] = lambda line: None
+    peers: Mapping[str, str] = field(default_factory=dict)  # name to module:function
+
+    @cached_property
+    def spec(self) -> CampaignSpec:
+        return self.store.spec(self.id)
+
+    @property
+    def policy(self) -> Policy:
+        return self.spec.policy
+
+    @cached_property
+    def operator(self) -> Operator:
+        return plan.operator_of(self.spec.op)
+
+    @cached_property
+    def info(self) -> DeviceInfo:
+        return named_device(self.spec.device)
+
+    @cached_property
+    def workloads(self) -> dict[str, Workload]:
+        return {workload.id: workload for workload in self.spec.workloads}
+
+    @cached_property
+    def regimes(self) -> dict[str, Regime]:
+        return {regime.id: regime for regime in self.spec.regimes}
+
+    def inside(self, regime: Regime) -> list[Workload]:
+        return plan.workloads_of(self.operator, self.spec, regime)
+
+    def served(self, workload: Workload) -> Candidate:
+        """What serves a workload without this campaign."""
+        return plan.served(self.operator, workload, self.info)
+
+    def done(self, kind: str) -> list[Done]:
+        """Finished jobs of a kind, in the order in which they were asked for."""
+        rows = (row for row in self.store.jobs(self.id, "done") if row.kind == kind)
+        return [Done(row.payload, row.result or {}) for row in rows]
+
+    def conclusion(self, stage: str) -> dict[str, Any] | None:
+        """What a finished stage concluded; None while it has not."""
+        events = self.store.events(self.id, f"stage.{stage}")
+        return events[-1].payload if events else None
+
+    def require(self, stage: str) -> dict[str, Any]:
+        found = self.conclusion(stage)
+        if found is None:
+            raise LookupError(f"the stage {stage!r} of {self.id} has not ended")
+        return found

@@ -1,0 +1,350 @@
+"""Commands about campaigns: run, resume, status, promote, report, worker."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from fastkernels_tuner import candidates, plan, promote
+from fastkernels_tuner.campaign import Campaign
+from fastkernels_tuner.cli.common import (
+    command,
+    device_of,
+    device_option,
+    folder_option,
+    json_option,
+    opened,
+    policy_of,
+    policy_option,
+    storage_option,
+)
+from fastkernels_tuner.controller import Controller, Worker, identity, is_alive
+from fastkernels_tuner.errors import UnfitError
+from fastkernels_tuner.measure import Bench
+from fastkernels_tuner.model import CampaignSpec, Policy
+from fastkernels_tuner.stages import STAGES, name_of
+from fastkernels_tuner.stages import promote as promote_stage
+from fastkernels_tuner.stages import report as report_stage
+from fastkernels_tuner.store import Lease, LeaseTaken, Store
+from fastkernels_tuner.terminal import Terminal
+
+LEASE_S = 20.0
+
+
+@command
+def tune(
+    op: str,
+    device: str | None,
+    routes: Sequence[str],
+    trials: int | None,
+    wall: float | None,
+    seed: int,
+    peers: Sequence[str],
+    dry_run: bool,
+    policy_file: Path | None,
+    folder: Path,
+    storage: str | None,
+    terminal: Terminal,
+) -> int:
+    found_peers = _peers(peers)
+    where = device_of(device)
+    policy = policy_of(where, policy_file, trials)
+    with Bench(where, policy, seed=seed) as bench:
+        spec = spec_of(op, where, policy, bench, routes, seed)
+        if dry_run:
+            terminal.result(spec.model_dump(mode="json"), _describe(spec))
+            return 0
+        with opened(folder, storage) as store:
+            number = store.create(spec)
+            terminal.say(f"campaign {number}")
+            terminal.say(_describe(spec))
+            return _drive(store, number, bench, folder, wall, found_peers, terminal)
+
+
+@click.command()
+@click.argument("campaign", required=False)
+@click.option("--wall", type=click.FloatRange(1), help="Stop after so many seconds.")
+@click.option("--peer", "peers", multiple=True, help="name=module:function; repeatable.")
+@device_option
+@folder_option
+@storage_option
+@json_option
+@command
+def resume(
+    campaign: str | None,
+    wall: float | None,
+    peers: Sequence[str],
+    device: str | None,
+    folder: Path,
+    storage: str | None,
+    terminal: Terminal,
+) -> int:
+    """Go on with a campaign (default: the last one) from where it stands."""
+    found_peers = _peers(peers)
+    with opened(folder, storage) as store:
+        number = campaign or _last(store)
+        spec = store.spec(number)
+        where = device_of(device or spec.device)
+        with Bench(where, spec.policy, seed=spec.seed) as bench:
+            _require_same(spec, bench)
+            return _drive(store, number, bench, folder, wall, found_peers, terminal)
+
+
+def _drive(
+    store: Store,
+    number: str,
+    bench: Bench,
+    folder: Path,
+    wall: float | None,
+    peers: Mapping[str, str],
+    terminal: Terminal,
+) -> int:
+    campaign = drive_to("report", store, number, bench, folder, wall, peers, terminal)
+    emitted = campaign.require("emit")
+    document = {
+        "campaign": number,
+        "folder": str(campaign.folder),
+        "table": str(campaign.folder / emitted["table"]),
+        "report": str(campaign.folder / "report.html"),
+        "conclusions": {name_of(s): campaign.conclusion(name_of(s)) for s in STAGES},
+        "exit_code": 0,
+    }
+    lines = [
+        f"table:  {document['table']}",
+        f"report: {document['report']}",
+        f"next:   fastkernels-tune promote {number}"
+        if campaign.policy.is_promotable
+        else f"the policy {campaign.policy.name!r} ships no tables",
+    ]
+    terminal.result(document, "\n".join(lines))
+    return 0
+
+
+def spec_of(
+    op: str, device: str, policy: Policy, bench: Bench, routes: Sequence[str], seed: int
+) -> CampaignSpec:
+    return plan.make(op, device, policy, bench.environment, routes=routes, seed=seed)
+
+
+def drive_to(
+    last: str,
+    store: Store,
+    number: str,
+    bench: Bench,
+    folder: Path,
+    wall: float | None,
+    peers: Mapping[str, str],
+    terminal: Terminal,
+) -> Campaign:
+    """A campaign to the end of the stage `last`."""
+    campaign = Campaign(store, number, folder / number, terminal.say, peers)
+    queue = _queue(campaign.spec)
+    worker = Worker(store, campaign.spec.device, queue, bench, folder, terminal.say, peers)
+    until = None if wall is None else time.monotonic() + wall
+    with _hold(store, number, terminal) as lease:
+        promote.repair(campaign, lease)
+        Controller(campaign, worker, lease, until).run(last)
+    return campaign
+
+
+def _hold(store: Store, number: str, terminal: Terminal) -> Lease:
+    """The campaign's lease. What a process of this host held that is dead runs out in a while."""
+    while True:
+        try:
+            return store.hold(number, identity(), LEASE_S)
+        except LeaseTaken as error:
+            if is_alive(error.owner):
+                raise
+            terminal.say(f"waiting for the lease of {error.owner}, which is dead, to run out")
+            time.sleep(2)
+
+
+@click.command()
+@click.argument("campaign", required=False)
+@folder_option
+@storage_option
+@json_option
+@command
+def status(campaign: str | None, folder: Path, storage: str | None, terminal: Terminal) -> int:
+    """List campaigns, or show one: its stages, jobs and candidates."""
+    with opened(folder, storage) as store:
+        if campaign is None:
+            rows = [
+                {"campaign": row.id, "op": row.op, "device": row.device, "owner": row.owner,
+                 "created": row.created.isoformat(timespec="seconds"), "events": row.events}
+                for row in store.campaigns()
+            ]  # fmt: skip
+            lines = [
+                f"{r['campaign']}  {r['op']}  {r['device']}  {r['created']}  {r['owner']}".rstrip()
+                for r in rows
+            ]
+            terminal.result({"campaigns": rows}, "\n".join(lines) or "no campaigns")
+            return 0
+        store.check(campaign)
+        view = Campaign(store, campaign, folder / campaign)
+        jobs = Counter((row.kind, row.status) for row in store.jobs(campaign))
+        stages = {name_of(stage): view.conclusion(name_of(stage)) for stage in STAGES}
+        tried = candidates.of_campaign(store, campaign)
+        document = {
+            "campaign": campaign,
+            "op": view.spec.op,
+            "device": view.spec.device,
+            "policy": {"name": view.policy.name, "digest": view.policy.id},
+            "stages": stages,
+            "jobs": [{"stage": k, "status": s, "count": n} for (k, s), n in sorted(jobs.items())],
+            "candidates": {c.id: str(c) for c in tried},
+        }
+        lines = [f"{campaign}: {view.spec.op} on {view.spec.environment.device}"]
+        for name, conclusion in stages.items():
+            counts = ", ".join(f"{n} {s}" for (k, s), n in sorted(jobs.items()) if k == name)
+            lines.append(f"  {name:8} {'ended' if conclusion else 'open':6} {counts}".rstrip())
+        lines += [f"  {c.id}  {c}" for c in tried]
+        terminal.result(document, "\n".join(lines))
+    return 0
+
+
+@click.command("promote")
+@click.argument("campaign")
+@click.option(
+    "--checkout",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Write to dispatch_tables/ there; default: the user's folder of tables.",
+)
+@click.option("--dry-run", is_flag=True, help="Judge everything, write nothing.")
+@policy_option
+@device_option
+@folder_option
+@storage_option
+@json_option
+@command
+def promote_command(
+    campaign: str,
+    checkout: Path | None,
+    dry_run: bool,
+    policy_file: Path | None,
+    device: str | None,
+    folder: Path,
+    storage: str | None,
+    terminal: Terminal,
+) -> int:
+    """Put a campaign's table into place, if every workload of every list is right."""
+    with opened(folder, storage) as store:
+        store.check(campaign)
+        view = Campaign(store, campaign, folder / campaign, terminal.say)
+        with _hold(store, campaign, terminal) as lease:
+            mended = promote.repair(view, lease)
+            if mended:
+                terminal.say(f"an interrupted promotion was {mended}")
+            promote.require_promotable(view, promote.current_policy(view, policy_file))
+            paths = promote.targets(view, checkout)
+            where = device_of(device or view.spec.device)
+            with Bench(where, view.policy, seed=view.spec.seed) as bench:
+                _require_same(view.spec, bench)
+                worker = Worker(store, where, _queue(view.spec), bench, folder, terminal.say)
+                swept = Controller(view, worker, lease).sweep(promote_stage)
+            promote.require_right(view, swept)
+            terminal.say(f"{swept['judged']} of {swept['expected']} workloads are right")
+            if dry_run:
+                terminal.result({"campaign": campaign, **swept}, "nothing was written")
+                return 0
+            begun = promote.install(view, lease, paths)
+    terminal.result(
+        {"campaign": campaign, "promoted": begun["paths"], "exit_code": 0},
+        "\n".join(f"{name}: {path}" for name, path in begun["paths"].items()),
+    )
+    return 0
+
+
+@click.command("report")
+@click.argument("campaign", required=False)
+@folder_option
+@storage_option
+@json_option
+@command
+def report_command(
+    campaign: str | None, folder: Path, storage: str | None, terminal: Terminal
+) -> int:
+    """Write the report of a campaign again, as far as it has come."""
+    with opened(folder, storage) as store:
+        number = campaign or _last(store)
+        found = report_stage.write(Campaign(store, number, folder / number, terminal.say))
+    terminal.result(found, "\n".join(found.values()))
+    return 0
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="End when there is no job left.")
+@policy_option
+@device_option
+@folder_option
+@storage_option
+@json_option
+@command
+def worker(
+    once: bool,
+    policy_file: Path | None,
+    device: str | None,
+    folder: Path,
+    storage: str | None,
+    terminal: Terminal,
+) -> int:
+    """Do jobs of the campaigns in a store, on this machine's GPU."""
+    where = device_of(device)
+    policy = policy_of(where, policy_file)
+    done = 0
+    with opened(folder, storage) as store, Bench(where, policy, seed=0) as bench:
+        queue = bench.environment.device
+        own = Worker(store, where, queue, bench, folder, terminal.say)
+        while True:
+            if own.once():
+                done += 1
+            elif once:
+                break
+            else:
+                time.sleep(1)
+    terminal.result({"jobs": done, "exit_code": 0}, f"{done} jobs")
+    return 0
+
+
+def _last(store: Store) -> str:
+    rows = store.campaigns()
+    if not rows:
+        raise click.UsageError("there is no campaign yet: fastkernels-tune --op OP begins one")
+    return max(rows, key=lambda row: row.created).id
+
+
+def _queue(spec: CampaignSpec) -> str:
+    return spec.environment.device
+
+
+def _require_same(spec: CampaignSpec, bench: Bench) -> None:
+    """Times of two kinds of machines are never compared."""
+    then, now = spec.environment, bench.environment
+    for name in ("device", "arch", "driver", "versions", "code", "timer"):
+        if getattr(then, name) != getattr(now, name):
+            raise UnfitError(
+                f"the campaign began with {name} = {getattr(then, name)}, this is"
+                f" {getattr(now, name)}: begin a new one"
+            )
+
+
+def _peers(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, target = text.partition("=")
+        if not equals or ":" not in target:
+            raise click.UsageError(f"--peer {text!r}: expected name=module:function")
+        found[name] = target
+    return found
+
+
+def _describe(spec: CampaignSpec) -> str:
+    return (
+        f"{spec.op} on {spec.environment.device}: {len(spec.routes)} routes "
+        f"({', '.join(spec.routes)}), {len(spec.regimes)} regimes, {len(spec.workloads)} workloads,"
+        f" policy {spec.policy.name}"
+    )

@@ -1,0 +1,123 @@
+"""What a campaign measured, as a sweep file: the one source that tables are made from.
+
+The rows of the stages `compare` and `fit`; the format is that of `bench/run.py --sweep`, so that a
+table is emitted from either by the same code, and can be emitted again from the file alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastkernels.testing.cupti import Spread
+from fastkernels_tuner import plan
+from fastkernels_tuner.campaign import Campaign
+from fastkernels_tuner.model import Candidate, Evaluation, Workload
+
+STAGES = ("compare", "fit")
+WRONG = 1e9  # of the limit: JSON has no infinity
+
+
+def evaluations(campaign: Campaign) -> Iterable[tuple[Workload, Candidate, Evaluation]]:
+    for stage in STAGES:
+        for done in campaign.done(stage):
+            workload = Workload(**done.payload["workload"])
+            for entry in done.result["evaluations"]:
+                yield workload, Candidate(**entry["candidate"]), Evaluation(**entry["evaluation"])
+
+
+def build(campaign: Campaign, kept: Iterable[plan.Group] = ()) -> dict[str, Any]:
+    """The sweep. `kept`: modes and constants in which the champion stays, so that only what serves
+    them today may be chosen."""
+    kept, out = set(kept), rejected(campaign)
+    environment = campaign.spec.environment
+    commit, _, dirt = environment.code.partition("+")
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    for workload, candidate, evaluation in evaluations(campaign):
+        key = plan.key_of(campaign.operator, workload, campaign.info)
+        group = plan.group_of(campaign.operator, key)
+        if group in kept and candidate != campaign.served(workload):
+            continue
+        case = workload.build()
+        head = {
+            "list": workload.listed, "id": case.name, "axes": case.axes, "mode": case.mode,
+            "route": candidate.route, "config": candidate.config,
+        }  # fmt: skip
+        found = _outcome(evaluation, is_out=candidate.id in out)
+        (left_out if "why" in found else rows).append(head | found)
+    return {
+        "schema": 1,
+        "kind": "sweep",
+        "op": campaign.spec.op,
+        "spec_digest": campaign.operator.spec.digest,
+        "device": {
+            "product": campaign.info.product,
+            "arch": campaign.info.arch,
+            "num_sms": campaign.info.num_sms,
+            "uuid": environment.uuid,
+            "driver": environment.driver,
+        },
+        "code": {"commit": commit, "dirty": bool(dirt)},
+        "versions": environment.versions,
+        "protocol": {
+            "timer": environment.timer,
+            "l2": "cold" if campaign.info.is_gpu else "as it is",
+            "order": "interleaved",
+            "statistic": "median",
+            "iterations": campaign.policy.iterations,
+            "slowdown": campaign.policy.slowdown,
+        },
+        "campaign": campaign.id,
+        "policy": {"name": campaign.policy.name, "digest": campaign.policy.id},
+        "created": created(campaign),
+        "rows": rows,
+        "left_out": left_out,
+    }
+
+
+def _outcome(evaluation: Evaluation, *, is_out: bool) -> dict[str, Any]:
+    """Of a row: times, or that it is wrong, or why it was not measured."""
+    trials = sum(each.trials for each in evaluation.trials)
+    failures = sum(len(each.failures) for each in evaluation.trials)
+    failure = evaluation.failure
+    if is_out or failures or (failure is not None and not failure.cause.is_infrastructure):
+        return {"trials": trials, "failures": max(failures, 1), "error": _error(WRONG)}
+    times = [us for block in evaluation.blocks if not block.discarded for us in block.us]
+    if failure is not None or not times:
+        return {"why": failure.message if failure else "every block was discarded"}
+    return {
+        "us": Spread.of(times).to_dict(),
+        "kernels": max(block.kernels for block in evaluation.blocks),
+        "trials": trials,
+        "failures": 0,
+        "error": _error(max((each.worst for each in evaluation.trials), default=0.0)),
+    }
+
+
+def _error(value: float) -> dict[str, Any]:
+    return {"metric": "share of the limit", "value": value, "limit": 1.0}
+
+
+def rejected(campaign: Campaign) -> set[str]:
+    """Ids of the candidates that were wrong when they were verified."""
+    return {
+        done.result["verdict"]["candidate"]
+        for done in campaign.done("verify")
+        if done.result["verdict"]["outcome"]["kind"] == "fail"
+    }
+
+
+def created(campaign: Campaign) -> str:
+    """When the campaign was: the time of its first event, so that building again is the same."""
+    moment: datetime = campaign.store.events(campaign.id)[0].created
+    return moment.astimezone(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def write(data: dict[str, Any], path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,112 @@
+"""Verify: what the fitted table would serve, judged until its failure rate is known to be low.
+
+Each candidate of the table meets the draws that any candidate ever failed, the adversarial
+generators of the operator, and fresh draws of every workload that it would serve. One that is wrong
+is out, everywhere and for good: the fit is made again without it, and what takes its place is
+verified in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+from fastkernels_tuner import plan
+from fastkernels_tuner.campaign import Campaign, Measures
+from fastkernels_tuner.model import Candidate, Trials, Workload
+from fastkernels_tuner.space import candidate as make_candidate
+from fastkernels_tuner.stages import fit
+from fastkernels_tuner.trials import Corpus, Verdict, run_trials, strata
+
+TRIALS = "trials"
+
+
+def jobs(campaign: Campaign) -> list[dict[str, Any]]:
+    served: dict[str, tuple[Candidate, list[Workload]]] = {}
+    table = fit.fitted(campaign, fit.FINAL)
+    operator = campaign.operator
+    for workload in campaign.spec.workloads:
+        key = plan.key_of(operator, workload, campaign.info)
+        hit = table.lookup(dict(key.axes), key.mode)
+        assert hit is not None
+        candidate = make_candidate(operator.name, hit.entry.route, hit.entry.config or {})
+        served.setdefault(candidate.id, (candidate, []))[1].append(workload)
+    return [
+        {
+            "candidate": candidate.model_dump(),
+            "workloads": [workload.model_dump(mode="json") for workload in workloads],
+        }
+        for candidate, workloads in served.values()
+    ]
+
+
+def corpus_of(campaign: Campaign) -> Corpus:
+    """What failed once, beside the database or of all campaigns in this folder."""
+    return Corpus(campaign.folder.parent / "regressions.jsonl")
+
+
+def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[str, Any]:
+    candidate = Candidate(**payload["candidate"])
+    corpus = corpus_of(campaign)
+    found = strata(
+        candidate,
+        [Workload(**each) for each in payload["workloads"]],
+        campaign.info,
+        corpus,
+    )
+    until = time.monotonic() + campaign.policy.verify_s
+    verdict = run_trials(
+        bench.judge,
+        candidate,
+        found,
+        campaign.policy,
+        corpus=corpus,
+        device=campaign.info,
+        seed=campaign.spec.seed,
+        stop=lambda: time.monotonic() > until,
+        earlier=_earlier(campaign, candidate),
+        record=lambda trials: _record(campaign, candidate, trials),
+    )
+    campaign.say(f"{candidate}: {verdict.outcome}")
+    return {"verdict": verdict.model_dump(mode="json")}
+
+
+def _record(campaign: Campaign, candidate: Candidate, trials: Trials) -> None:
+    """Into the ledger at once: a verdict that was reached is never reached again."""
+    campaign.store.append(
+        campaign.id,
+        TRIALS,
+        {"candidate": candidate.id, "trials": trials.model_dump(mode="json")},
+    )
+
+
+def _earlier(campaign: Campaign, candidate: Candidate) -> list[Trials]:
+    return [
+        Trials(**event.payload["trials"])
+        for event in campaign.store.events(campaign.id, TRIALS)
+        if event.payload["candidate"] == candidate.id
+    ]
+
+
+def verdicts(campaign: Campaign) -> dict[str, list[Verdict]]:
+    """By candidate id; several where the fit gave a candidate other workloads later."""
+    found: dict[str, list[Verdict]] = defaultdict(list)
+    for done in campaign.done("verify"):
+        verdict = Verdict(**done.result["verdict"])
+        found[verdict.candidate].append(verdict)
+    return found
+
+
+def finish(campaign: Campaign) -> dict[str, Any]:
+    outcomes = {
+        candidate: [verdict.outcome.model_dump(mode="json") for verdict in each]
+        for candidate, each in verdicts(campaign).items()
+    }
+    asked = {payload["candidate"]["route"]: payload for payload in jobs(campaign)}
+    unproven = [
+        candidate
+        for candidate, each in outcomes.items()
+        if each[-1]["kind"] in ("need_more", "inconclusive")
+    ]
+    return {"outcomes": outcomes, "routes": sorted(asked), "unproven": unproven}
