@@ -40,6 +40,7 @@ class FakeBench:
     noise: float = 0.0
     dies_at: int | None = None
     calls: int = 0
+    is_random: bool = False  # equal calls give other bits
     lease: int = 0
     environment: Environment = ENVIRONMENT
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -57,6 +58,12 @@ class FakeBench:
 
     def close(self) -> None:
         pass
+
+    def repeat(
+        self, candidate: Candidate, workload: Workload, seed: int, *, calls: int = 3
+    ) -> tuple[str, ...]:
+        self._count()
+        return tuple(str(n if self.is_random else seed) for n in range(calls))
 
     def _count(self) -> None:
         self.calls += 1

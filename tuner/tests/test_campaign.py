@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastkernels.core import table as tables
-from fastkernels_tuner import controller, emit, plan, policy, promote, sweep
+from fastkernels_tuner import controller, emit, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
 from fastkernels_tuner.errors import EvidenceError
@@ -55,10 +55,23 @@ def store(tmp_path: Path) -> Any:
         yield opened
 
 
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Changes of the policy under which this machine's tables could be promoted."""
+    monkeypatch.setitem(gates.FACTS, "CPU", gates.Facts(bandwidth=1e15, l2_bytes=0, launch_us=0.1))
+    return {"is_promotable": True, "timer": "cupti"}
+
+
 def begin(store: Store, folder: Path, **changes: Any) -> Campaign:
-    spec = plan.make(OP, "cpu", small(**changes), ENVIRONMENT, seed=3)
+    environment = ENVIRONMENT.model_copy(update={"timer": changes.get("timer", "wall")})
+    spec = plan.make(OP, "cpu", small(**changes), environment, seed=3)
     number = store.create(spec)
     return Campaign(store, number, folder / number)
+
+
+def bench_of(shipped: dict[str, Any]) -> FakeBench:
+    environment = ENVIRONMENT.model_copy(update={"timer": shipped["timer"]})
+    return FakeBench(prefers(64), environment=environment)
 
 
 def go_on(campaign: Campaign, bench: FakeBench, until: float | None = None) -> Campaign:
@@ -150,11 +163,28 @@ def test_a_cpu_table_is_never_promoted(store: Store, tmp_path: Path) -> None:
         promote.require_promotable(campaign, campaign.policy)
 
 
-def test_a_changed_policy_authorises_nothing(store: Store, tmp_path: Path) -> None:
-    campaign = go_on(begin(store, tmp_path, is_promotable=True), FakeBench(prefers(64)))
+def test_a_changed_policy_authorises_nothing(
+    store: Store, tmp_path: Path, shipped: dict[str, Any]
+) -> None:
+    campaign = go_on(begin(store, tmp_path, **shipped), bench_of(shipped))
     with pytest.raises(EvidenceError, match="judged under the policy"):
-        promote.require_promotable(campaign, small(is_promotable=True, alpha=0.01))
+        promote.require_promotable(campaign, small(**shipped, alpha=0.01))
     promote.require_promotable(campaign, campaign.policy)
+
+
+@pytest.mark.parametrize(
+    ("faults", "gate"),
+    [({"is_random": True}, "determinism"), ({"us": lambda candidate, workload: 0.05}, "floor")],
+)
+def test_a_gate_stops_a_promotion(
+    store: Store, tmp_path: Path, shipped: dict[str, Any], faults: dict[str, Any], gate: str
+) -> None:
+    bench = bench_of(shipped)
+    for name, value in faults.items():
+        setattr(bench, name, value)
+    campaign = go_on(begin(store, tmp_path, **shipped), bench)
+    with pytest.raises(Unproven, match=gate):
+        promote.require_promotable(campaign, campaign.policy)
 
 
 def _expire(store: Store) -> None:
@@ -167,11 +197,9 @@ def _expire(store: Store) -> None:
         time.sleep(0.05)
 
 
-def test_too_few_trials_are_no_pass(store: Store, tmp_path: Path) -> None:
+def test_too_few_trials_are_no_pass(store: Store, tmp_path: Path, shipped: dict[str, Any]) -> None:
     """Time that ends before the bound holds: NeedMore, and no promotion."""
-    campaign = go_on(
-        begin(store, tmp_path, is_promotable=True, verify_s=0.0), FakeBench(prefers(64))
-    )
+    campaign = go_on(begin(store, tmp_path, **shipped, verify_s=0.0), bench_of(shipped))
     assert campaign.require("verify")["unproven"]
     with pytest.raises(Unproven) as raised:
         promote.require_promotable(campaign, campaign.policy)
@@ -185,10 +213,14 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_promotion_is_whole_or_not_at_all(
-    store: Store, tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store,
+    tmp_path: Path,
+    checkout: Path,
+    shipped: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed between its two files it is taken back; ended, `emit` gives the same table again."""
-    campaign = go_on(begin(store, tmp_path, is_promotable=True), FakeBench(prefers(64)))
+    campaign = go_on(begin(store, tmp_path, **shipped), bench_of(shipped))
     paths = promote.targets(campaign, checkout)
     paths["table"].parent.mkdir(parents=True)
     paths["table"].write_text("the old one")

@@ -53,6 +53,10 @@ class Measures(Protocol):
         peers: Mapping[str, str] | None = None,
     ) -> list[Evaluation]: ...
 
+    def repeat(
+        self, candidate: Candidate, workload: Workload, seed: int, *, calls: int = 3
+    ) -> tuple[str, ...]: ...
+
     def close(self) -> None:
         """End every process; the next call starts fresh ones."""
 

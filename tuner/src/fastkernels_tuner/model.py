@@ -245,6 +245,7 @@ class Policy(Model):
     # search
     max_trials: int = 40  # per study
     exhaustive_below: int = 64  # spaces of at most so many configs are tried completely
+    search_constants: bool = True  # also regimes of other constants than the definition's
     rungs: tuple[tuple[int, int], ...] = ((1, 5), (3, 10), (8, 20))  # (workloads, iterations)
     trial_timeout_s: float = 60.0
     finalists: int = 4  # per regime

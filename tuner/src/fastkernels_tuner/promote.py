@@ -61,12 +61,12 @@ def require_promotable(campaign: Campaign, current: Policy) -> None:
         raise EvidenceError(
             f"{campaign.id} was timed by {campaign.spec.environment.timer}, expected {own.timer}"
         )
-    unproven = campaign.require("verify")["unproven"]
-    if unproven:
-        raise Unproven(
-            f"{campaign.id}: {len(unproven)} candidates of the table were not judged often enough,"
-            f" {unproven[0]} among them"
-        )
+    for each in campaign.require("verify")["gates"]:
+        if each["outcome"]["kind"] != "pass":
+            raise Unproven(
+                f"{campaign.id}: candidate {each['candidate']} of the table did not pass the gate"
+                f" {each['gate']!r}: {each['outcome']['message']}"
+            )
     comparisons = campaign.require("confirm")["comparisons"]
     if campaign.spec.champion and not any(c["decision"] == "promote" for c in comparisons):
         raise NotPromoted(f"{campaign.id}: nothing is faster than what serves today")

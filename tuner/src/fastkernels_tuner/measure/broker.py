@@ -38,6 +38,8 @@ from fastkernels_tuner.measure.protocol import (
     Collect,
     Collected,
     Diagnose,
+    Digest,
+    Digested,
     Done,
     Facts,
     Fault,
@@ -542,6 +544,28 @@ class Bench:
                 self._recover(error.failure)
                 tally.failures.append(error.failure)
             return tally.close()
+
+    def repeat(
+        self, candidate: Candidate, workload: Workload, seed: int, *, calls: int = 3
+    ) -> tuple[str, ...]:
+        """Digests of the results of judged calls with equal inputs and poison. Raises Rejected
+        where a call fails or is wrong."""
+        (entry,) = self._entries([candidate], workload)
+        with self._exclusive():
+            digests, _ = self._retrying(partial(self._repeat, entry, workload, seed, calls))
+            return digests
+
+    def _repeat(self, entry: Entry, workload: Workload, seed: int, calls: int) -> tuple[str, ...]:
+        seat, tally, found = self._seats[0], Tally(workload.id), []
+        self._open(seat, workload, [entry], {entry.label: tally})
+        for _ in range(calls):
+            slot = self._draw()
+            if tally.failure is None:
+                tally.add(self._call(seat, workload, entry, 0, slot, seed, is_judged=True))
+            if tally.failure is not None:
+                raise Rejected(entry.label, tally.failure)
+            found.append(self._ask_judge(Digest(slot=slot), Digested).digest)
+        return tuple(found)
 
     def pair(
         self,

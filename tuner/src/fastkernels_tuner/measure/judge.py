@@ -8,6 +8,7 @@ the judge's own, which no other process can reach.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -35,6 +36,8 @@ from fastkernels_tuner.measure.protocol import (
     Checked,
     Closed,
     Diagnose,
+    Digest,
+    Digested,
     Facts,
     Fault,
     Fill,
@@ -334,6 +337,19 @@ class Judge:
         detail = {**failure.detail, "again": "right" if is_right else "wrong"}
         return Checked(failure=failure.model_copy(update={"detail": detail}), worst=ENDLESS)
 
+    def digest(self, which: int) -> str:
+        """SHA-256 of the bits of the results; of the indexer with every row sorted, since the order
+        within a row is free."""
+        self.synchronize()
+        slot, total = self.slot(which), hashlib.sha256()
+        by_name = {lent.name: lent for lent in self._now.loan.tensors}
+        for name in self._now.loan.results:
+            result = buffers.view(slot, by_name[name])
+            if self._now.loan.op == "dsa_topk_indexer":
+                result = result.sort(dim=-1).values
+            total.update(result.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return total.hexdigest()
+
     def _trespass(self, which: int) -> Failure | None:
         """Whether a byte changed that the call may not write."""
         now, slot, before = self._now, self.slot(which), self._now.before[which]
@@ -534,6 +550,8 @@ def _answer(judge: Judge, message: AnyMessage) -> AnyMessage:
         return judge.check(message.slot, message.is_judged, message.allowance, message.returned)
     if isinstance(message, Diagnose):
         return judge.diagnose(message.slot, message.allowance)
+    if isinstance(message, Digest):
+        return Digested(digest=judge.digest(message.slot))
     if isinstance(message, Lend):
         return Lending(loan=judge.lend(message.workload, message.slots))
     if isinstance(message, Share):

@@ -274,6 +274,18 @@ class Diagnose(Message):
     allowance: float
 
 
+class Digest(Message):
+    """Of the results of the last call on a slot: what equal calls must give alike."""
+
+    kind: Literal["digest"] = "digest"
+    slot: int
+
+
+class Digested(Message):
+    kind: Literal["digested"] = "digested"
+    digest: str
+
+
 class Checked(Message):
     """`worst`: the largest error in units of what is allowed."""
 
@@ -322,6 +334,8 @@ AnyMessage = Annotated[
     | Filled
     | Check
     | Diagnose
+    | Digest
+    | Digested
     | Checked
     | Ping
     | Pong

@@ -17,14 +17,20 @@ from fastkernels_tuner.model import Candidate, Evaluation, Regime, Workload
 from fastkernels_tuner.search import Search, TrialResult
 from fastkernels_tuner.space import space_of
 
+INHERITED = 2  # candidates that a regime of other constants takes from each that is searched
+
 
 def jobs(campaign: Campaign) -> list[dict[str, Any]]:
     return [
         {"route": route, "regime": regime.id}
         for regime in campaign.spec.regimes
         for route in campaign.spec.routes
-        if _serves(campaign, route, regime)
+        if _is_searched(campaign, regime) and _serves(campaign, route, regime)
     ]
+
+
+def _is_searched(campaign: Campaign, regime: Regime) -> bool:
+    return campaign.policy.search_constants or not regime.constants
 
 
 def _serves(campaign: Campaign, name: str, regime: Regime) -> bool:
@@ -100,6 +106,10 @@ def best(done: Done) -> list[TrialResult]:
     return sorted(complete, key=lambda r: (r.us or 0.0, str(r.candidate)))
 
 
+def _fastest(results: list[TrialResult]) -> list[Candidate]:
+    return [r.candidate for r in sorted(results, key=lambda r: (r.us or 0.0, str(r.candidate)))]
+
+
 def finish(campaign: Campaign) -> dict[str, Any]:
     """Per regime the finalists: the fastest configs over all routes, and what serves it today."""
     found: dict[str, list[TrialResult]] = {regime: [] for regime in campaign.regimes}
@@ -109,8 +119,11 @@ def finish(campaign: Campaign) -> dict[str, Any]:
         found[done.payload["regime"]] += best(done)
     finalists = {}
     for name, regime in campaign.regimes.items():
-        ordered = sorted(found[name], key=lambda r: (r.us or 0.0, str(r.candidate)))
-        chosen = [result.candidate for result in ordered[: campaign.policy.finalists]]
+        if _is_searched(campaign, regime):
+            chosen = _fastest(found[name])[: campaign.policy.finalists]
+        else:  # the best of every searched regime of the mode
+            alike = [n for n, r in campaign.regimes.items() if r.mode == regime.mode]
+            chosen = [candidate for n in alike for candidate in _fastest(found[n])[:INHERITED]]
         chosen += [campaign.served(workload) for workload in campaign.inside(regime)]
         finalists[name] = [c.model_dump() for c in {c.id: c for c in chosen}.values()]
     return {"finalists": finalists, "trials": dict(sorted(states.items()))}

@@ -12,8 +12,18 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from fastkernels_tuner import plan
+from fastkernels_tuner import evidence, plan
 from fastkernels_tuner.campaign import Campaign, Measures
+from fastkernels_tuner.gates import (
+    FACTS,
+    Decided,
+    Evidence,
+    Repeat,
+    decide,
+    floor_us,
+    promises_bits,
+    sources,
+)
 from fastkernels_tuner.model import Candidate, Trials, Workload
 from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import fit
@@ -69,7 +79,29 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
         record=lambda trials: _record(campaign, candidate, trials),
     )
     campaign.say(f"{candidate}: {verdict.outcome}")
-    return {"verdict": verdict.model_dump(mode="json")}
+    repeats = []
+    if verdict.outcome.kind == "pass":
+        for workload in _smoke(campaign, payload):
+            if promises_bits(workload):
+                seed = workload.case.get("seed", 0)
+                digests = bench.repeat(candidate, workload, seed)
+                repeats.append(Repeat(workload=workload.id, seed=seed, digests=digests))
+    return {
+        "verdict": verdict.model_dump(mode="json"),
+        "repeats": [repeat.model_dump(mode="json") for repeat in repeats],
+    }
+
+
+def _smoke(campaign: Campaign, payload: dict[str, Any]) -> list[Workload]:
+    """Of what a candidate would serve the first of each regime."""
+    found: dict[str, Workload] = {}
+    for each in payload["workloads"]:
+        workload = Workload(**each)
+        regime = next(
+            r for r in campaign.spec.regimes if plan.inside(campaign.operator, r, workload)
+        )
+        found.setdefault(regime.id, workload)
+    return list(found.values())
 
 
 def _record(campaign: Campaign, candidate: Candidate, trials: Trials) -> None:
@@ -98,15 +130,50 @@ def verdicts(campaign: Campaign) -> dict[str, list[Verdict]]:
     return found
 
 
+def decided(campaign: Campaign, payload: dict[str, Any]) -> Decided:
+    """A candidate of the table through every gate, on all that is known of it."""
+    candidate = Candidate(**payload["candidate"])
+    workloads = tuple(Workload(**each) for each in payload["workloads"])
+    ids = {workload.id for workload in workloads}
+    done = [d for d in campaign.done("verify") if d.payload["candidate"] == payload["candidate"]]
+    device = FACTS.get(campaign.info.product)
+    evaluations = tuple(
+        evaluation
+        for workload, other, evaluation in evidence.evaluations(campaign)
+        if other.id == candidate.id and workload.id in ids
+    )
+    return decide(
+        candidate,
+        Evidence(
+            policy=campaign.policy,
+            gathered_under=(campaign.policy.id,),
+            environment=campaign.spec.environment,
+            workloads=workloads,
+            strata=strata(candidate, workloads, campaign.info, corpus_of(campaign)),
+            smoke=tuple(workload.id for workload in _smoke(campaign, payload)),
+            sources=sources(candidate),
+            is_built=any(evaluation.blocks for evaluation in evaluations),
+            evaluations=evaluations,
+            trials=tuple(t for d in done for t in Verdict(**d.result["verdict"]).trials),
+            repeats=tuple(Repeat(**r) for d in done for r in d.result["repeats"]),
+            floors={w.id: floor_us(w, device) for w in workloads} if device else {},
+        ),
+    )
+
+
 def finish(campaign: Campaign) -> dict[str, Any]:
+    """What the gates say of each candidate of the table; `unproven` are those that did not pass."""
+    found = {payload["candidate"]["route"]: payload for payload in jobs(campaign)}
+    gates = [decided(campaign, payload) for payload in jobs(campaign)]
     outcomes = {
         candidate: [verdict.outcome.model_dump(mode="json") for verdict in each]
         for candidate, each in verdicts(campaign).items()
     }
-    asked = {payload["candidate"]["route"]: payload for payload in jobs(campaign)}
-    unproven = [
-        candidate
-        for candidate, each in outcomes.items()
-        if each[-1]["kind"] in ("need_more", "inconclusive")
-    ]
-    return {"outcomes": outcomes, "routes": sorted(asked), "unproven": unproven}
+    for each in gates:
+        campaign.say(f"{each.candidate}: gate {each.gate}: {each.outcome.kind}")
+    return {
+        "outcomes": outcomes,
+        "routes": sorted(found),
+        "gates": [each.model_dump(mode="json") for each in gates],
+        "unproven": [each.candidate for each in gates if each.outcome.kind != "pass"],
+    }
