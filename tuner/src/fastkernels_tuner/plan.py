@@ -92,7 +92,8 @@ def routes_of(
 
 def to_search(operator: Operator, info: DeviceInfo, policy: Policy) -> Iterator[Workload]:
     """One workload for each mode and choice of sizes: what is measured, while every draw of the
-    lists is judged before a promotion. The smallest ones where the policy wants few."""
+    lists is judged before a promotion. Where the policy wants few: the smallest ones, of the
+    definition's constants alone, since a table's limits are those of all its groups."""
     chosen: dict[Group, list[Workload]] = defaultdict(list)
     seen = set()
     for listed, case in _rows(operator, info):
@@ -107,9 +108,12 @@ def to_search(operator: Operator, info: DeviceInfo, policy: Policy) -> Iterator[
         if any(route.declines(key, route.default_config) is None for route in operator.routes):
             group = group_of(operator, key)
             chosen[group].append(Workload.of(operator.name, listed, case))
-    for group in sorted(chosen):
-        ordered = sorted(chosen[group], key=lambda w: _size(operator, w.build()))
-        yield from ordered[: policy.max_workloads]
+    is_short = any(len(found) > policy.max_workloads for found in chosen.values())
+    for mode, constants in sorted(chosen):
+        if not (is_short and constants):
+            found = chosen[mode, constants]
+            ordered = sorted(found, key=lambda w: _size(operator, w.build()))
+            yield from ordered[: policy.max_workloads]
 
 
 def _rows(operator: Operator, info: DeviceInfo) -> Iterator[tuple[str, Case]]:

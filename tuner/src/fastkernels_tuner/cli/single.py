@@ -130,6 +130,7 @@ def eval_command(
 @click.argument("second")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--mode", default=None, help="Only this mode; default: the first one.")
+@click.option("--limit", type=click.IntRange(1), help="At most so many workloads.")
 @policy_option
 @device_option
 @folder_option
@@ -142,6 +143,7 @@ def ab(
     second: str,
     repeats: int,
     mode: str | None,
+    limit: int | None,
     policy_file: Path | None,
     device: str | None,
     folder: Path,
@@ -155,6 +157,7 @@ def ab(
         a, b = (candidates.parse(op, text, store) for text in (first, second))
     wanted = mode or plan.operator_of(op).spec.modes[0]
     workloads = [w for w in _workloads(op, where, policy, a, wanted) if _serves(b, w, where)]
+    workloads = workloads[:limit]
     if not workloads:
         raise SourceError(f"{op}: no workload is served by both {a} and {b}")
     is_same = a.id == b.id
