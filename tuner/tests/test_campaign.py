@@ -4,13 +4,15 @@ wherever they were interrupted."""
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fastkernels.core import dispatch
 from fastkernels.core import table as tables
 from fastkernels_tuner import controller, emit, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
@@ -246,3 +248,52 @@ def test_a_promotion_is_whole_or_not_at_all(
         assert promote.repair(campaign, lease) == ""
     assert emit.render(sweep.draft(paths["evidence"])) == paths["table"].read_text()
     assert sorted(p.name for p in paths["table"].parent.iterdir()) == [paths["table"].name]
+
+
+@pytest.fixture
+def champion(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], None]]:
+    """Makes the table of a campaign that prefers some chunk size the one that serves."""
+
+    def reign(chunk: int) -> None:
+        campaign = go_on(begin(store, tmp_path, max_trials=25), FakeBench(prefers(chunk)))
+        folder = tmp_path / "reigning"
+        shutil.copytree(campaign.folder / "dispatch_tables", folder)
+        monkeypatch.setenv("FASTKERNELS_TABLES", str(folder))
+        dispatch.reload_tables()
+
+    yield reign
+    monkeypatch.undo()
+    dispatch.reload_tables()
+
+
+def test_what_is_faster_twice_takes_over(
+    store: Store, tmp_path: Path, champion: Callable[[int], None]
+) -> None:
+    champion(32)
+    campaign = begin(store, tmp_path, max_trials=25)
+    assert campaign.spec.champion
+    campaign = go_on(campaign, FakeBench(prefers(64), noise=0.002))
+    comparisons = campaign.require("confirm")["comparisons"]
+    assert {c["decision"] for c in comparisons} == {"promote"}
+    assert {done.payload["session"] for done in campaign.done("confirm")} == {1, 2}
+    levels = {done.payload["mode"]: done.payload["alpha"] for done in campaign.done("confirm")}
+    assert sum(levels.values()) <= campaign.policy.alpha
+    assert served(campaign) == {mode: {64} for mode in campaign.operator.spec.modes}
+
+
+def test_what_is_no_faster_leaves_the_champion(
+    store: Store, tmp_path: Path, champion: Callable[[int], None]
+) -> None:
+    """Half a percent is below what the policy promotes for; a table does not flip over it."""
+    champion(32)
+
+    def us(candidate: Candidate, workload: Workload) -> float:
+        return 100.0 if candidate.config["chunk_size"] == 32 else 99.5
+
+    campaign = go_on(
+        begin(store, tmp_path, max_trials=25, slowdown=0.0), FakeBench(us, noise=0.0005)
+    )
+    assert {c["decision"] for c in campaign.require("confirm")["comparisons"]} <= {"keep"}
+    assert served(campaign) == {mode: {32} for mode in campaign.operator.spec.modes}

@@ -16,33 +16,44 @@ from fastkernels_tuner.measure import Rejected
 from fastkernels_tuner.model import Candidate, Workload
 from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import fit
-from fastkernels_tuner.stats import PairedTest, Verdict, confirm, log_ratio
+from fastkernels_tuner.stats import Budget, PairedTest, Verdict, confirm, log_ratio
 
 SESSIONS = (1, 2)
 
 
 def jobs(campaign: Campaign) -> list[dict[str, Any]]:
+    """One comparison for each mode and constants; the second session follows a win in the first.
+    The level of each is its share of what the whole campaign may promote wrongly."""
     if not campaign.spec.champion:
         return []
+    differences = _differences(campaign)
+    budget = Budget(alpha=campaign.policy.alpha, planned=max(len(differences), 1))
     won = {
-        (done.payload["mode"], str(done.payload["constants"]))
-        for done in campaign.done("confirm")
-        if verdict_of(done).decision == "promote"
+        _group(done) for done in campaign.done("confirm") if verdict_of(done).decision == "promote"
     }
-    return [
-        {
-            "mode": mode,
-            "constants": [list(pair) for pair in constants],
-            "session": session,
-            "pairs": [
-                [w.model_dump(mode="json"), new.model_dump(), old.model_dump()]
-                for w, new, old in found
-            ],
-        }
-        for (mode, constants), found in sorted(_differences(campaign).items())
-        for session in SESSIONS
-        if session == 1 or (mode, str([list(pair) for pair in constants])) in won
-    ]
+    found = []
+    for group in sorted(differences):
+        budget = budget.reserve(str(group))
+        mode, constants = group
+        for session in SESSIONS:
+            if session == 1 or group in won:
+                found.append(
+                    {
+                        "mode": mode,
+                        "constants": [list(pair) for pair in constants],
+                        "session": session,
+                        "alpha": budget.levels[str(group)],
+                        "pairs": [
+                            [workload.model_dump(mode="json"), new.model_dump(), old.model_dump()]
+                            for workload, new, old in differences[group]
+                        ],
+                    }
+                )
+    return found
+
+
+def _group(done: Done) -> plan.Group:
+    return done.payload["mode"], tuple((name, value) for name, value in done.payload["constants"])
 
 
 def _differences(
@@ -70,7 +81,12 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
         for w, new, old in payload["pairs"]
     ]
     names = [str(workload) for workload, _, _ in pairs]
-    test = PairedTest(policy, names, session=f"{campaign.id}/{payload['session']}")
+    test = PairedTest(
+        policy,
+        names,
+        session=f"{campaign.id}/{payload['session']}",
+        alpha=payload["alpha"],
+    )
     number = 0
     while test.verdict().more:
         ratios, is_refused = {}, False
@@ -99,8 +115,7 @@ def finish(campaign: Campaign) -> dict[str, Any]:
     """Per mode and constants whether the fitted choice is taken, or the champion stays."""
     sessions: dict[plan.Group, list[Verdict]] = defaultdict(list)
     for done in campaign.done("confirm"):
-        group = done.payload["mode"], tuple((n, v) for n, v in done.payload["constants"])
-        sessions[group].append(verdict_of(done))
+        sessions[_group(done)].append(verdict_of(done))
     kept, comparisons = [], []
     for (mode, constants), verdicts in sorted(sessions.items()):
         decision, reason = _together(verdicts)

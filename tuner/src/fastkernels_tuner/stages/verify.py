@@ -24,10 +24,11 @@ from fastkernels_tuner.gates import (
     promises_bits,
     sources,
 )
+from fastkernels_tuner.measure import Rejected
 from fastkernels_tuner.model import Candidate, Trials, Workload
 from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import fit
-from fastkernels_tuner.trials import Corpus, Verdict, run_trials, strata
+from fastkernels_tuner.trials import Corpus, Fail, Verdict, run_trials, strata
 
 TRIALS = "trials"
 
@@ -84,7 +85,11 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
         for workload in _smoke(campaign, payload):
             if promises_bits(workload):
                 seed = workload.case.get("seed", 0)
-                digests = bench.repeat(candidate, workload, seed)
+                try:
+                    digests = bench.repeat(candidate, workload, seed)
+                except Rejected as error:  # right so far, and wrong now: final all the same
+                    verdict = verdict.model_copy(update={"outcome": Fail.of(error.failure)})
+                    break
                 repeats.append(Repeat(workload=workload.id, seed=seed, digests=digests))
     return {
         "verdict": verdict.model_dump(mode="json"),
