@@ -744,14 +744,16 @@ def test_several_processes_share_one_study(url: str, monkeypatch: pytest.MonkeyP
     search = make(space, url, policy={"rungs": ((1, 1),)})
     calls = multiprocessing.get_context("fork").SimpleQueue()
     children = [fork(work, url, space, seed, calls) for seed in range(3)]
-    tried = [config for _ in children for config in calls.get()]
-    for child in children:
+    for child in children:  # what they put fits into a pipe
         child.join(60)
     assert [child.exitcode for child in children] == [0] * 3
+    tried = [config for _ in children for config in calls.get()]
     results = search.results()
     assert {r.state for r in results} == {"complete"}
     assert len(by_config(results)) == 10  # nothing lost
-    assert sorted(tried) == sorted(json.dumps(r.candidate.config) for r in results)
+    # Two may be given one enqueued config at the same moment: both try it, one result stands.
+    assert set(tried) == {json.dumps(r.candidate.config) for r in results}
+    assert len(tried) >= len(results)
     assert len(results) <= 12  # two may begin with the same config at the same moment
 
 

@@ -393,13 +393,16 @@ class Search:
                 callbacks=[lambda study, trial: ended.append(trial)],
             )
         except ValueError as error:  # Optuna cannot tell a trial that has ended
-            if self._is_lost:
+            if not self._is_lost:
+                raise
+            trial = self.study.get_trials(deepcopy=False)[self._number]
+            if trial.state == TrialState.FAIL and "is_duplicate" not in trial.user_attrs:
                 raise TakenOver(f"{self.name}: another process has taken over") from error
-            raise
+            # Two processes were given one enqueued trial, which SQLite allows; the other was first.
         return list(filter(None, map(self._result, ended)))
 
     def _objective(self, trial: optuna.Trial) -> float:
-        began = time.monotonic()
+        began, self._number = time.monotonic(), trial.number
         medians: dict[str, float] = {}
         try:
             config = self.space.default
