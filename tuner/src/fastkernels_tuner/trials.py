@@ -411,7 +411,11 @@ def generator_version(op: str) -> str:
     return f"{total.hexdigest()[:16]}-torch-{torch.__version__}"
 
 
-_SHARED_GENERATORS = ("fastkernels.ops._shared.cases", "fastkernels.ops._shared.gdn_inputs")
+_SHARED_GENERATORS = (
+    "fastkernels.ops._shared.adversarial",
+    "fastkernels.ops._shared.cases",
+    "fastkernels.ops._shared.gdn_inputs",
+)
 
 
 class Corpus:

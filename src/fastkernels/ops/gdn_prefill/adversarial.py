@@ -5,36 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from fastkernels.ops._shared.cases import generator, move
+from fastkernels.ops._shared.adversarial import Draws
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.problem import Inputs
 
-_STREAM = 0x9E3779B9  # so that changes do not repeat the numbers of the inputs they change
 
-
-@dataclass(frozen=True)
-class Stratum:
-    """Draws of `case` under any seed, each `change`d afterwards by numbers of its own."""
-
-    case: Case
-    change: Callable[[Inputs, torch.Generator], Inputs] | None = None
-
-    def draw(
-        self, seed: int, device: torch.device | str = "cpu", **fields: Any
-    ) -> tuple[Inputs, Case]:
-        """Inputs on `device`, and their case. `fields` replace other fields of the case."""
-        case = replace(self.case, seed=seed, **fields)
-        inputs = make_inputs(case)
-        if self.change is not None:
-            inputs = self.change(inputs, generator(seed ^ _STREAM))
-        moved = (move(x, device) if isinstance(x, torch.Tensor) else x for x in inputs)
-        return Inputs._make(moved), case
+class Stratum(Draws):
+    make_inputs = staticmethod(make_inputs)
 
 
 def _listed(name: str) -> Stratum:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.ops._shared.adversarial import STREAM
 from fastkernels.ops._shared.cases import generator, move
 from fastkernels.ops.moe_fp8_block_scale.inputs import (
     CORNER,
@@ -27,8 +28,6 @@ from fastkernels.ops.moe_fp8_block_scale.inputs import (
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs
 
 NEGATIVE_ZERO = 0x80
-
-_STREAM = 0x9E3779B9  # so that changes do not repeat the numbers of the inputs they change
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Stratum:
         case = replace(self.case, seed=seed, **fields)
         inputs = make_inputs(case, weights=weights)
         if self.change is not None:
-            inputs = self.change(inputs, generator(seed ^ _STREAM))
+            inputs = self.change(inputs, generator(seed ^ STREAM))
         moved = (move(x, device) if isinstance(x, torch.Tensor) else x for x in inputs)
         return Inputs._make(moved), case
 
