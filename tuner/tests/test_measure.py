@@ -171,7 +171,8 @@ def test_what_a_candidate_process_is_told(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(Process, "ask", recording)
     found = bench.evaluate(HONEST, DECODE, iterations=4, trials=2)
     assert found.failure is None
-    assert {message.kind for message in told} == {"hello", "open", "step", "collect"}
+    # A slab is lent once, so the first test alone sees it.
+    assert {message.kind for message in told} - {"lend"} == {"hello", "open", "step", "collect"}
     text = "".join(message.model_dump_json() for message in told)
     # Paths are of the machine: a checkout may lie below /check.
     text = re.sub(r'"/[^"]*"', '"path"', text)
