@@ -97,7 +97,7 @@ class Job:
 def declared() -> list[Kernel]:
     """Every kernel of every operator that has any."""
     kernels: list[Kernel] = []
-    for path in sorted(PACKAGE.glob("ops/*/kernels/__init__.py")):
+    for path in sorted(PACKAGE.glob("ops/[!_]*/kernels/__init__.py")):
         module = importlib.import_module(f"fastkernels.ops.{path.parent.parent.name}.kernels")
         kernels += module.KERNELS
     return kernels

@@ -121,8 +121,8 @@ const Plan& Plan::Get(int64_t handle) {
   return *reinterpret_cast<const Plan*>(static_cast<uintptr_t>(handle));
 }
 
-void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream,
-            void** arguments) {
+void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream, void** arguments,
+            bool is_dependent) {
   CUlaunchConfig config = {};
   config.gridDimX = grid.x;
   config.gridDimY = grid.y;
@@ -132,6 +132,11 @@ void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream
   config.blockDimZ = 1;
   config.sharedMemBytes = variant.shared_bytes;
   config.hStream = stream;
+  CUlaunchAttribute overlap = {};
+  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = is_dependent ? 1 : 0;
   const Driver& driver = Driver::Get();
   CUresult status = driver.launch_kernel_ex(&config, reinterpret_cast<CUfunction>(variant.kernel),
                                             arguments, nullptr);

@@ -35,7 +35,9 @@ struct Grid {
 };
 
 // Launches on `stream` in the current context; `arguments` points at one pointer per parameter.
-// Throws RuntimeError naming the plan.
-void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream, void** arguments);
+// `is_dependent`: the kernel waits by itself for the one before (griddepcontrol), so it may start
+// while that one ends. Throws RuntimeError naming the plan.
+void Launch(const Plan& plan, const Variant& variant, Grid grid, CUstream stream, void** arguments,
+            bool is_dependent = false);
 
 }  // namespace fastkernels

@@ -15,6 +15,20 @@ __device__ __forceinline__ uint16_t to_bf16(float x) {
   return bits;
 }
 
+// Two at once, the first in the lower half.
+__device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+// "cvt": to TF32, to nearest, ties away from zero.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
 // "rcp": 1 / x to an ulp, 0 where that is below 2^-126. On the host, for tests of what uses it, a
 // division.
 __host__ __device__ __forceinline__ float reciprocal(float x) {
@@ -37,11 +51,89 @@ __device__ __forceinline__ float log2(float x) {
   return x;
 }
 
+// ---- matrices ("Warp Level Matrix Instructions") ------------------------------------------------
+// Lane l of a fragment: g = l / 4, c = l % 4. Two neighbouring bfloat16 values share a register.
+
+// "mma.m16n8k16": d += a b. a: rows (g, g + 8, g, g + 8), columns from (2c, 2c, 2c + 8, 2c + 8);
+// b: rows from (2c, 2c + 8), column g; d: (g, 2c), (g, 2c + 1), (g + 8, 2c), (g + 8, 2c + 1).
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// "mma.m16n8k8" of TF32: a: (g, c), (g + 8, c), (g, c + 4), (g + 8, c + 4); b: (c, g), (c + 4, g).
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// "ldmatrix": four 8x8 matrices of 16-bit values; lanes 8i to 8i + 7 give the addresses of matrix
+// i's rows. A lane receives row g, columns 2c and 2c + 1 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of the transposed matrices: rows 2c and 2c + 1, column g.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+// "stmatrix", the inverse of `load_matrices_transposed`.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address,
+                                                          const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+// ---- barriers of a block ("bar") ----------------------------------------------------------------
+
+// "bar.sync": waits until `threads` threads have arrived at barrier `id`.
+__device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// "bar.arrive": arrives and does not wait.
+__device__ __forceinline__ void barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- launches that overlap ("griddepcontrol") ---------------------------------------------------
+
+// "griddepcontrol.launch_dependents": the next kernel may start once every block has said so.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// "griddepcontrol.wait": until the kernel before is complete and its writes are visible.
+__device__ __forceinline__ void wait_for_dependency() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- addresses and cache policies ---------------------------------------------------------------
 
 // A generic pointer into shared memory as the 32-bit address that the instructions below take.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The block's dynamic shared memory, 1024-byte aligned.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  return shared;
 }
 
 // "createpolicy": lines accessed under this policy are the first to leave L2.
@@ -109,6 +201,27 @@ __device__ __forceinline__ void store_streaming(float* pointer, float4 x) {
   asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x.x), "f"(x.y),
                "f"(x.z), "f"(x.w)
                : "memory");
+}
+
+// ---- asynchronous copies ("cp.async") -----------------------------------------------------------
+
+// "cp.async", global to shared, past L1: 16 bytes, of which only the first `bytes` are read and the
+// rest are zeros.
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// "cp.async.commit_group": closes the thread's current group, which may be empty.
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// "cp.async.wait_group": until all but the newest `kPending` groups of this thread are complete.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") -------------

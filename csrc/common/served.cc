@@ -12,8 +12,9 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-Served::Sizes Pad(const ffi::Array<int64_t>& given) {
-  Served::Sizes sizes = {};
+template <typename Sizes>
+Sizes Pad(const ffi::Array<int64_t>& given) {
+  Sizes sizes = {};
   if (given.size() > sizes.size()) {
     TVM_FFI_THROW(ValueError) << given.size() << " sizes, at most " << sizes.size();
   }
@@ -21,8 +22,11 @@ Served::Sizes Pad(const ffi::Array<int64_t>& given) {
   return sizes;
 }
 
-void Remember(ffi::String op, ffi::Array<int64_t> sizes, int64_t plan) {
-  Served::Of(std::string(op)).Add(Pad(sizes), plan);
+void Remember(ffi::String op, ffi::Array<int64_t> fixed, ffi::Array<int64_t> low,
+              ffi::Array<int64_t> high, int64_t plan) {
+  using Varying = Served::Varying;
+  Served::Of(std::string(op))
+      .Add(Pad<Served::Fixed>(fixed), Pad<Varying>(low), Pad<Varying>(high), plan);
 }
 
 void Forget(ffi::String op) { Served::Of(std::string(op)).Clear(); }
@@ -36,14 +40,21 @@ Served& Served::Of(const std::string& op) {
   return (*all)[op];
 }
 
-void Served::Add(const Sizes& sizes, int64_t plan) {
+void Served::Add(const Fixed& fixed, const Varying& low, const Varying& high, int64_t plan) {
   std::lock_guard<std::shared_mutex> lock(mutex_);
-  plans_[sizes] = plan;
+  std::vector<Box>& boxes = boxes_[fixed];
+  for (Box& box : boxes) {
+    if (box.low == low && box.high == high) {
+      box.plan = plan;
+      return;
+    }
+  }
+  boxes.push_back({low, high, plan});
 }
 
 void Served::Clear() {
   std::lock_guard<std::shared_mutex> lock(mutex_);
-  plans_.clear();
+  boxes_.clear();
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(remember, Remember);

@@ -3,11 +3,12 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
-#include <array>
+#include <algorithm>
 #include <cmath>
-#include <limits>
+#include <vector>
 
 #include "common/cubin.h"
+#include "common/gdn_call.h"
 #include "common/served.h"
 #include "common/tensor.h"
 #include "gdn_decode/params.h"
@@ -24,9 +25,10 @@ enum : int { kAligned = 0, kAny = 1, kCompact = 2, kCompactPool = 3 };
 constexpr int64_t kMaxGridY = 65535;
 
 struct Call {
-  const DLTensor *q, *k, *v, *state, *A_log, *a, *dt_bias, *b;
+  const DLTensor *q, *k, *v, *A_log, *a, *dt_bias, *b;
   double scale;
-  const DLTensor *read_indices, *write_indices, *output, *new_state;
+  const DLTensor* output;
+  gdn::StateArguments states;
 };
 
 // Fills `p` and `variant` if the call is plainly legal. `is_checked`: Python has looked at it, so
@@ -37,9 +39,8 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
       b(call.b), output(call.output);
   if (q.ndim() != 4 || v.ndim() != 4) return false;
   const int64_t batch_size = v.size(0), num_q_heads = q.size(2), num_v_heads = v.size(2);
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  if (batch_size > kMax || num_q_heads < 1 || num_v_heads < 1 || num_v_heads > kMax / kHeadSize ||
-      num_v_heads % num_q_heads != 0) {
+  if (batch_size > gdn::kMaxInt32 || num_q_heads < 1 || num_v_heads < 1 ||
+      num_v_heads > gdn::kMaxInt32 / kHeadSize || num_v_heads % num_q_heads != 0) {
     return false;
   }
   if (!(q.Is(kBFloat16, {batch_size, 1, num_q_heads, kHeadSize}) && q.IsDense(1) &&
@@ -52,96 +53,38 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
         output.Is(kBFloat16, {batch_size, 1, num_v_heads, kHeadSize}) && output.IsDense(1))) {
     return false;
   }
-  std::array<View, 9> given = {q, k, v, A_log, a, dt_bias, b, q, q};  // absent ones: q again
-  int num_given = 7;
-
-  const bool is_pool = call.read_indices != nullptr;
-  const bool is_updated = call.new_state == nullptr;
-  if (is_updated && call.state == nullptr) return false;
-  if (is_pool && !is_updated) return false;
-  if (!is_pool && call.write_indices != nullptr) return false;
-  const View new_state(is_updated ? call.state : call.new_state);
-  const int64_t num_slots = is_pool && new_state.ndim() == 4 ? new_state.size(0) : batch_size;
-  if (num_slots > kMax || !new_state.Is(kFloat32, {num_slots, num_v_heads, kHeadSize, kHeadSize}) ||
-      !new_state.IsDense(2)) {
+  std::vector<View> given = {q, k, v, A_log, a, dt_bias, b};
+  if (!gdn::PrepareStates(call.states, batch_size, num_v_heads, kHeadSize, &given, p) ||
+      !gdn::IsSoundMemory(call.states, given, output, is_checked)) {
     return false;
-  }
-  const View state(call.state == nullptr ? call.new_state : call.state);
-  if (call.state != nullptr && !is_updated &&
-      !(state.Is(kFloat32, {num_slots, num_v_heads, kHeadSize, kHeadSize}) && state.IsDense(2))) {
-    return false;
-  }
-  int index_words = 0;
-  if (is_pool) {
-    const View read(call.read_indices);
-    const bool is_wide = Equal(read.dtype(), kInt64);
-    const DLDataType dtype = is_wide ? kInt64 : kInt32;
-    const View write(call.write_indices == nullptr ? call.read_indices : call.write_indices);
-    // Two index tensors of different widths are legal, and not served here.
-    if (!read.Is(dtype, {batch_size}) || !write.Is(dtype, {batch_size})) return false;
-    index_words = is_wide ? 2 : 1;
-    given[num_given++] = read;
-    given[num_given++] = write;
-    p->read_indices = read.pointer();
-    p->write_indices = write.pointer();
-    p->read_stride = read.stride(0);
-    p->write_stride = write.stride(0);
-  } else {
-    p->read_indices = p->write_indices = nullptr;
-    p->read_stride = p->write_stride = 0;
-  }
-
-  const DLDevice device = q.device();
-  for (int i = 0; i < num_given; ++i) {
-    if (!given[i].IsOn(device) || !given[i].HasMemory()) return false;
-  }
-  for (const View& each : {state, new_state, output}) {
-    if (!each.IsOn(device) || !each.HasMemory()) return false;
-  }
-  if (!is_checked) {
-    if (!output.IsPlainlyInjective() || !new_state.IsPlainlyInjective()) return false;
-    for (int i = 0; i < num_given; ++i) {
-      if (!given[i].IsApartFrom(output) || !given[i].IsApartFrom(new_state)) return false;
-    }
-    if (!output.IsApartFrom(new_state)) return false;
-    if (!is_updated && call.state != nullptr &&
-        !(state.IsApartFrom(new_state) && state.IsApartFrom(output))) {
-      return false;
-    }
   }
 
   p->q = q.pointer();
   p->k = k.pointer();
   p->v = v.pointer();
-  p->state = call.state == nullptr ? nullptr : state.pointer();
   p->A_log = A_log.pointer();
   p->a = a.pointer();
   p->dt_bias = dt_bias.pointer();
   p->b = b.pointer();
   p->output = output.pointer();
-  p->new_state = new_state.pointer();
   p->q_stride_b = q.stride(0);
   p->q_stride_h = q.stride(2);
   p->k_stride_b = k.stride(0);
   p->k_stride_h = k.stride(2);
   p->v_stride_b = v.stride(0);
   p->v_stride_h = v.stride(2);
-  p->state_stride_slot = state.stride(0);
-  p->state_stride_h = state.stride(1);
   p->a_stride_b = a.stride(0);
   p->b_stride_b = b.stride(0);
   p->output_stride_b = output.stride(0);
   p->output_stride_h = output.stride(2);
-  p->new_state_stride_slot = new_state.stride(0);
-  p->new_state_stride_h = new_state.stride(1);
   p->batch_size = static_cast<int32_t>(batch_size);
   p->num_q_heads = static_cast<int32_t>(num_q_heads);
   p->num_v_heads = static_cast<int32_t>(num_v_heads);
-  p->num_slots = static_cast<int32_t>(num_slots);
-  p->has_state = call.state != nullptr;
-  p->index_words = index_words;
   p->scale =
       static_cast<float>(call.scale == 0.0 ? 1.0 / std::sqrt(double{kHeadSize}) : call.scale);
+  const bool is_pool = call.states.is_pool();
+  const View new_state(call.states.is_updated() ? call.states.state : call.states.new_state);
+  const View state(p->has_state ? call.states.state : call.states.new_state);
   const bool is_aligned =
       q.IsAligned(16) && k.IsAligned(16) && state.IsAligned(16) && new_state.IsAligned(16);
   const int64_t group = num_v_heads / num_q_heads;
@@ -226,25 +169,18 @@ void LaunchPlan(const Plan& plan, Params* p, int variant, DLDevice device_id) {
   Launch(plan, plan.variants[variant], grid, stream, arguments);
 }
 
-// A tensor argument, null for None; `is_kind` becomes false over anything else.
-const DLTensor* Get(const ffi::AnyView& argument, bool* is_kind) {
-  if (auto tensor = argument.try_cast<DLTensor*>()) return *tensor;
-  *is_kind = *is_kind && argument.type_index() == ffi::TypeIndex::kTVMFFINone;
-  return nullptr;
-}
-
 // What is said instead of a plan's handle: the plan is the one remembered for these sizes; or
 // nothing is launched and the checks alone are made, those of a call that Python has or has not
 // looked at (for tests, on any device).
 enum : int64_t { kRemembered = 0, kCheckAlone = -1, kCheckAgainAlone = -2 };
 
-// What the dispatcher's decision follows from; see `sizes` in ops/gdn_decode/routes/library.py.
+// What the dispatcher's decision follows from; see `fixed` in ops/gdn_decode/routes/library.py.
 int64_t FindPlan(const Call& call) {
   static const Served& served = Served::Of("gdn_decode");
   if (call.q->ndim != 4 || call.v->ndim != 4) return 0;
-  return served.Find({call.v->shape[0], call.q->shape[2], call.v->shape[2],
-                      call.q->device.device_id, call.read_indices != nullptr,
-                      call.new_state == nullptr});
+  return served.Find({call.q->shape[2], call.v->shape[2], call.q->device.device_id,
+                      call.states.is_pool(), call.states.is_updated()},
+                     {call.v->shape[0]});
 }
 
 // The entry of every compiled route. `new_state` None: the state is updated where it lies.
@@ -254,10 +190,12 @@ bool Decode(int64_t plan, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v, ffi::A
             ffi::AnyView read_indices, ffi::AnyView write_indices, ffi::AnyView output,
             ffi::AnyView new_state) {
   bool is_kind = true;
-  auto get = [&](const ffi::AnyView& argument) { return Get(argument, &is_kind); };
-  const Call call{get(q),        get(k), get(v), get(state),        get(A_log),         get(a),
-                  get(dt_bias),  get(b), scale,  get(read_indices), get(write_indices), get(output),
-                  get(new_state)};
+  auto get = [&](const ffi::AnyView& argument) { return gdn::GetTensor(argument, &is_kind); };
+  const Call call{get(q),      get(k),
+                  get(v),      get(A_log),
+                  get(a),      get(dt_bias),
+                  get(b),      scale,
+                  get(output), {get(state), get(read_indices), get(write_indices), get(new_state)}};
   for (const DLTensor* required :
        {call.q, call.k, call.v, call.A_log, call.a, call.dt_bias, call.b, call.output}) {
     is_kind = is_kind && required != nullptr;

@@ -1,107 +1,21 @@
-// What the kernels of gdn_decode share: gates, lookup of slots and heads, access to bfloat16, and
-// the step itself on rows of the state that lie in registers.
+// What the kernels of gdn_decode share: lookup of slots and heads, and loads of a row's inputs.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
+#include "common/gdn.cuh"
 #include "common/ptx_sm90.cuh"
 #include "gdn_decode/params.h"
 
 namespace fastkernels::gdn_decode {
+
+using namespace gdn;
 
 // x, but the compiler does not know: what depends on it is computed after the volatile accesses
 // that stand before, not hoisted ahead of them or out of a loop.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-// ---- bfloat16 as bits ---------------------------------------------------------------------------
-
-__device__ __forceinline__ uint16_t load_bf16(const void* base, int64_t idx) {
-  return ptx::load_constant(static_cast<const uint16_t*>(base) + idx);
-}
-
-__device__ __forceinline__ float to_float(uint16_t bits) {
-  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
-}
-
-__device__ __forceinline__ void store_bf16(void* base, int64_t idx, float x) {
-  static_cast<uint16_t*>(base)[idx] = ptx::to_bf16(x);
-}
-
-// Four consecutive values as two words, the lower index in the lower half.
-template <bool kAligned>
-__device__ __forceinline__ uint2 load_bf16x4(const uint16_t* x) {
-  if constexpr (kAligned) {
-    return ptx::load_constant(reinterpret_cast<const uint2*>(x));
-  } else {
-    const uint32_t high[] = {ptx::load_constant(x + 1), ptx::load_constant(x + 3)};
-    return make_uint2(ptx::load_constant(x) | high[0] << 16,
-                      ptx::load_constant(x + 2) | high[1] << 16);
-  }
-}
-
-__device__ __forceinline__ float4 unpack(uint2 x) {
-  return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u),
-                     __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xffff0000u));
-}
-
-// ---- gates --------------------------------------------------------------------------------------
-
-struct Gates {
-  float g;     // exp(-exp(A_log) * softplus(a + dt_bias))
-  float beta;  // sigmoid(b)
-};
-
-// The oracle's own arithmetic, with inf * 0 = 0. A call, not inlined: kept out of the straight line
-// of code that a cold instruction cache has to fetch.
-static __host__ __device__ __noinline__ float exact_decay_gate(float A_log, float a,
-                                                               float dt_bias) {
-  const double x = static_cast<double>(a) + static_cast<double>(dt_bias);
-  const double rate = exp(static_cast<double>(A_log));
-  const double step = x > 20.0 ? x : log1p(exp(x));
-  return static_cast<float>(exp(rate == 0.0 || step == 0.0 ? 0.0 : -rate * step));
-}
-
-static __host__ __device__ __noinline__ float accurate_decay_gate(float A_log, float a,
-                                                                  float dt_bias) {
-  const float x = a + dt_bias;
-  const float rate_step = expf(A_log) * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-  // Its relative error (about 7 half ulps, and for x < 0 another |x| from the sum x) becomes one of
-  // g, multiplied by itself: at 96 half ulps, 6e-6, that is still within the state's tolerance.
-  // Beyond (g below 1e-8, or a large rate and a tiny step; also infinities and NaN) is rare.
-  if (rate_step * (7.0f - fminf(x, 0.0f)) <= 96.0f) return expf(-rate_step);
-  return exact_decay_gate(A_log, a, dt_bias);
-}
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-__host__ __device__ __forceinline__ Gates compute_gates(float A_log, float a, float dt_bias,
-                                                        float b) {
-  Gates gates;
-#ifdef __CUDA_ARCH__
-  gates.beta = ptx::reciprocal(1.0f + ptx::exp2(-kLog2E * b));
-#else
-  gates.beta = ptx::reciprocal(1.0f + expf(-b));
-#endif
-
-  // Above 20 the logarithm is below half an ulp of x, so torch's threshold needs no case here.
-  const float x = a + dt_bias;
-#ifdef __CUDA_ARCH__
-  // What the special function unit gives is enough in the usual range, and a third of the code. Of
-  // g, errors of 2^-22 in the exponentials and the logarithm and the rounding of their arguments
-  // (of A_log the largest, 2^-21 where rate is 2^-20) add up to at most 7e-6.
-  const float rate = ptx::exp2(kLog2E * A_log);
-  const float step2 = fmaxf(x, 0.0f) * kLog2E + ptx::log2(1.0f + ptx::exp2(-kLog2E * fabsf(x)));
-  if (rate >= 0x1p-20f && rate <= 16.0f && rate * step2 <= 4.0f * kLog2E) {
-    gates.g = ptx::exp2(-rate * step2);
-    return gates;
-  }
-#endif
-  gates.g = accurate_decay_gate(A_log, a, dt_bias);
-  return gates;
 }
 
 // What the gates of one head are made of, as it lies in memory: a conversion beside the load would
@@ -123,69 +37,30 @@ __device__ __forceinline__ GateInputs load_gate_inputs(const Params& p, uint32_t
 }
 
 __device__ __forceinline__ Gates compute_gates(const GateInputs& x) {
-  return compute_gates(x.A_log, to_float(x.a), x.dt_bias, to_float(x.b));
+  return gdn::compute_gates(x.A_log, to_float(x.a), x.dt_bias, to_float(x.b));
 }
 
 // ---- slots and heads ----------------------------------------------------------------------------
 
-// Indices are unsigned throughout: that halves the work of a product with a 64-bit stride.
-
-// An entry of an index tensor as loaded. Twice the same word where it has only one.
-struct SlotIndex {
-  uint32_t low, high;
-};
-
-__device__ __forceinline__ SlotIndex load_slot(const Params& p, const void* indices, int64_t stride,
-                                               uint32_t batch_idx) {
-  if (p.index_words == 0) return {batch_idx, 0};
-  const uint32_t* words = static_cast<const uint32_t*>(indices);
-  words += batch_idx * stride << (p.index_words - 1);
-  return {ptx::load_constant(words), ptx::load_constant(words + p.index_words - 1)};
-}
-
 __device__ __forceinline__ SlotIndex load_read_slot(const Params& p, uint32_t batch_idx) {
-  return load_slot(p, p.read_indices, p.read_stride, batch_idx);
+  return gdn::load_slot(p.read_indices, p.index_words, p.read_stride, batch_idx);
 }
 
 __device__ __forceinline__ SlotIndex load_write_slot(const Params& p, uint32_t batch_idx) {
-  return load_slot(p, p.write_indices, p.write_stride, batch_idx);
+  return gdn::load_slot(p.write_indices, p.index_words, p.write_stride, batch_idx);
 }
 
-// Whether the index names a slot. Indices come from the device and are not trusted: one outside the
-// pool is never dereferenced. If it is one to read, the row is padding: its output is 0, and
-// nothing else happens; if it is one to write, the new state is not stored.
+// If the index to read names no slot, the row is padding: its output is 0, and nothing else
+// happens; if the one to write does not, the new state is not stored.
 __device__ __forceinline__ bool is_slot(const Params& p, SlotIndex slot) {
-  const bool is_inside = slot.low < static_cast<uint32_t>(p.num_slots);
-  return p.index_words == 0 || (is_inside && (p.index_words == 1 || slot.high == 0));
+  return gdn::is_slot(slot, p.index_words, p.num_slots);
 }
 
-// A call, like exact_decay_gate.
-static __device__ __noinline__ uint32_t divide_heads(uint32_t head_idx, uint32_t num_v_heads,
-                                                     uint32_t num_q_heads) {
-  return head_idx / (num_v_heads / num_q_heads);
-}
-
-// The q and k head of a v head. Groups are mostly powers of two, where a shift does without the
-// division that q and k would wait for.
 __device__ __forceinline__ uint32_t find_q_head(const Params& p, uint32_t head_idx) {
-  const int shift = __clz(p.num_q_heads) - __clz(p.num_v_heads);
-  if (p.num_q_heads << shift == p.num_v_heads) return head_idx >> shift;
-  return divide_heads(head_idx, p.num_v_heads, p.num_q_heads);
+  return gdn::find_q_head(head_idx, p.num_v_heads, p.num_q_heads);
 }
 
-// ---- one step on rows in registers --------------------------------------------------------------
-
-// `kLanes` neighbouring lanes share a row of K; each holds `kVectors` pieces of 4 columns, and
-// piece i of lane l is columns 4 * (i * kLanes + l) onwards, so that an access of one piece by all
-// lanes of a row is contiguous.
-template <int kLanes>
-constexpr int kVectors = kHeadSize / 4 / kLanes;
-
-template <int kLanes>
-struct Keys {
-  uint2 q[kVectors<kLanes>];  // packed: half the registers while the loads are in flight
-  uint2 k[kVectors<kLanes>];
-};
+// ---- q and k of a row ---------------------------------------------------------------------------
 
 template <int kLanes, bool kAligned, typename Offset = int64_t>
 __device__ __forceinline__ Keys<kLanes> load_keys(const Params& p, uint32_t batch_idx,
@@ -203,60 +78,6 @@ __device__ __forceinline__ Keys<kLanes> load_keys(const Params& p, uint32_t batc
     keys.k[i] = load_bf16x4<kAligned>(k + 4 * i * kLanes);
   }
   return keys;
-}
-
-__device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
-  sum = fmaf(x.x, y.x, sum);
-  sum = fmaf(x.y, y.y, sum);
-  sum = fmaf(x.z, y.z, sum);
-  return fmaf(x.w, y.w, sum);
-}
-
-// Advances `kRows` rows per lane: S becomes the new state and `output` the output of each row, in
-// every lane of the row. Both dot products are of the old state, which spares a second sweep and a
-// second reduction: S' q = g * (S q) + u * (k q). All lanes of the warp take part.
-template <int kLanes, int kRows>
-__device__ __forceinline__ void step_rows(float4 (&S)[kRows][kVectors<kLanes>],
-                                          const Keys<kLanes>& keys, const uint16_t (&v)[kRows],
-                                          Gates gates, float scale, float (&output)[kRows]) {
-  constexpr int kPieces = kVectors<kLanes>;
-  float S_q[kRows] = {};
-  float S_k[kRows] = {};
-  float k_q = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const float4 q = unpack(keys.q[i]);
-    const float4 k = unpack(keys.k[i]);
-    k_q = dot(k, q, k_q);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      S_k[r] = dot(S[r][i], k, S_k[r]);
-      S_q[r] = dot(S[r][i], q, S_q[r]);
-    }
-  }
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    k_q += __shfl_xor_sync(0xffffffffu, k_q, distance);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      S_k[r] += __shfl_xor_sync(0xffffffffu, S_k[r], distance);
-      S_q[r] += __shfl_xor_sync(0xffffffffu, S_q[r], distance);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float u = gates.beta * fmaf(-gates.g, S_k[r], to_float(v[r]));
-    output[r] = scale * fmaf(gates.g, S_q[r], u * k_q);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const float4 k = unpack(keys.k[i]);
-      float4& x = S[r][i];
-      x.x = fmaf(u, k.x, gates.g * x.x);
-      x.y = fmaf(u, k.y, gates.g * x.y);
-      x.z = fmaf(u, k.z, gates.g * x.z);
-      x.w = fmaf(u, k.w, gates.g * x.w);
-    }
-  }
 }
 
 }  // namespace fastkernels::gdn_decode

@@ -6,7 +6,7 @@ a problem is first selected, so a launch finds it in a dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from fastkernels.core import extension, jit
 from fastkernels.core.device import DeviceInfo, device_info
 from fastkernels.core.kernels import Binary, Kernel
 from fastkernels.core.problem import ProblemKey
-from fastkernels.core.route import Decline, Route, ShortWay
+from fastkernels.core.route import Decline, Route, ShortWay, no_workspace
+from fastkernels.core.table import Interval
 
 _plans: dict[tuple[str, str, Any, str], int] = {}
 _loaded: set[tuple[int, int]] = set()
@@ -24,13 +25,16 @@ _loaded: set[tuple[int, int]] = set()
 
 def compiled_route(
     kernel: Kernel,
-    call: Callable[[Any, int, Any, tuple[torch.Tensor, ...]], bool],
+    call: Callable[[Any, int, Any, tuple[torch.Tensor, ...], torch.Tensor | None], bool],
     supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None],
-    sizes: Callable[[ProblemKey], Sequence[int]],
+    fixed: Callable[[ProblemKey], Sequence[int]],
+    varying: tuple[str, ...],
+    workspace_bytes: Callable[[Mapping[str, int], Any], int] = no_workspace,
 ) -> Route:
-    """A route over one kernel. `call(entry, plan, inputs, outputs)` hands a checked problem to the
-    operator's entry of the library and returns what it returns; `sizes(key)` is what that entry
-    finds a remembered plan by, where it is handed 0 for one."""
+    """A route over one kernel. `call(entry, plan, inputs, outputs, workspace)` hands a checked
+    problem to the operator's entry of the library and returns what it returns. Where that is handed
+    0 for a plan, it finds one that is remembered: by what `fixed(key)` gives, and by the axes
+    `varying`, each within a range."""
 
     def launch(
         inputs: Any,
@@ -40,12 +44,14 @@ def compiled_route(
     ) -> None:
         device = outputs[0].device
         handle = plan(kernel, config, device_info(device).arch, device.index)
-        if not call(extension.function(kernel.op), handle, inputs, outputs):
+        if not call(extension.function(kernel.op), handle, inputs, outputs, workspace):
             raise RuntimeError("the library refuses a call that Python's checks let pass")
 
-    def remember(key: ProblemKey, config: Any) -> ShortWay:
+    def remember(key: ProblemKey, config: Any, ranges: Mapping[str, Interval]) -> ShortWay:
         handle = plan(kernel, config, key.device.arch, key.device_index)
-        extension.function("remember")(kernel.op, list(sizes(key)), handle)
+        bounds = [ranges.get(name, (key.axis(name),) * 2) for name in varying]
+        low, high = ([bound[end] for bound in bounds] for end in (0, 1))
+        extension.function("remember")(kernel.op, list(fixed(key)), low, high, handle)
         return ShortWay(
             extension.function(kernel.op), partial(extension.function("forget"), kernel.op)
         )
@@ -58,6 +64,7 @@ def compiled_route(
         launch,
         candidates=kernel.candidates,
         supports=supports,
+        workspace_bytes=workspace_bytes,
         available=partial(available, kernel),
         prepare=lambda key, config: _prepare(kernel, key, config),
         remember=remember,

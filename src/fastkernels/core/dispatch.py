@@ -97,7 +97,9 @@ def run(operator: Operator, problem: Problem) -> tuple[torch.Tensor, ...]:
 
 
 def _remember(
-    remember: Callable[[ProblemKey, Any], ShortWay], key: ProblemKey, selection: Selection
+    remember: Callable[[ProblemKey, Any, Mapping[str, tables.Interval]], ShortWay],
+    key: ProblemKey,
+    selection: Selection,
 ) -> None:
     if key.op in _forced.get() or devices.override is not None:
         return
@@ -105,8 +107,22 @@ def _remember(
         forget()
     if selection.is_fallback:
         _fallbacks.add(key.op)
-    _short_ways[key.op] = remember(key, selection.config)
+    _short_ways[key.op] = remember(key, selection.config, _ranges(key, selection))
     _remembered.add(key)
+
+
+def _ranges(key: ProblemKey, selection: Selection) -> Mapping[str, tables.Interval]:
+    """The sizes around a key's that the selection holds for: its regime of the table, if the route
+    serves both ends. Serving meets ever new sizes, and the long way costs each of them 100 us."""
+    entry = None if selection.hit is None else selection.hit.entry
+    if not isinstance(entry, tables.Regime) or entry.route != selection.route.name:
+        return {}
+    axes = entry.axes
+    for end in (0, 1):
+        corner = tuple((n, axes[n][end] if n in axes else size) for n, size in key.axes)
+        if selection.route.unsuited(key._replace(axes=corner), selection.config) is not None:
+            return {}
+    return axes
 
 
 def short_way(op: str) -> ShortWay | None:

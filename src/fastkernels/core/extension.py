@@ -158,9 +158,10 @@ def built(kernel: Kernel, config: Any, arch: str) -> list[dict[str, Any]] | None
         return None
     entries = [found[variant] for variant in kernel.variants]
     if kernel.launch_shape is not None:  # a checkout's may have changed since
-        shape = kernel.launch_shape(config)
-        if any((entry["threads"], entry["shared_bytes"]) != shape for entry in entries):
-            return None
+        for entry in entries:
+            shape = kernel.launch_shape(config, entry["variant"])
+            if (entry["threads"], entry["shared_bytes"]) != shape:
+                return None
     return entries
 
 

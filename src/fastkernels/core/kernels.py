@@ -37,9 +37,11 @@ class Kernel:
     values that a tuner may try for each. `source` is a path below
     csrc/ (CUDA), or the module beside the operator's `kernels/__init__.py` whose
     `compile(config, arch, variant)` gives a `Binary` (Triton, CuTe DSL). `variants` are compiled
-    side by side; the launcher picks one per call. `launch_shape(config)` is `(threads,
-    shared_bytes)` for CUDA, whose compiler does not tell. `tile(config)` holds the integers that
-    the operator's launcher needs to lay out the grid.
+    side by side; the launcher picks one per call, or one for each launch of a call. The words of
+    their names, joined by `_`, are macros in CUDA (FK_POOL is 1 in `compact_pool`, else 0).
+    `launch_shape(config, variant)` is `(threads, shared_bytes)` for CUDA, whose compiler does not
+    tell (FK_THREADS and FK_SHARED_BYTES there). `tile(config)` holds the integers that the
+    operator's launcher needs to lay out the grid.
     """
 
     op: str
@@ -51,7 +53,7 @@ class Kernel:
     tile: Callable[[Any], tuple[int, ...]]
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     variants: tuple[str, ...] = ("aligned", "any")
-    launch_shape: Callable[[Any], tuple[int, int]] | None = None
+    launch_shape: Callable[[Any, str], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         assert self.language in LANGUAGES
@@ -63,13 +65,14 @@ class Kernel:
         return f"fastkernels.ops.{self.op}.kernels.{self.source.removesuffix('.py')}"
 
     def sources(self) -> list[Path]:
-        """The files that machine code depends on."""
+        """The files that machine code and its launch depend on."""
+        declared = PACKAGE / "ops" / self.op / "kernels" / "__init__.py"
         if self.language == "cuda":
             folder = csrc_folder()
             headers = (p for name in ("common", self.op) for p in (folder / name).glob("*.*h"))
-            return sorted({folder / self.source, *headers})
-        folder = PACKAGE / "ops" / self.op / "kernels"
-        return [folder / "__init__.py", folder / self.source]
+            return sorted({declared, folder / self.source, *headers})
+        shared = (PACKAGE / "ops" / "_shared" / "kernels").glob(f"*_{self.language}.py")
+        return sorted({declared, declared.parent / self.source, *shared})
 
     def digest(self) -> str:
         """Identity of the sources, by content."""

@@ -13,6 +13,7 @@ from fastkernels.core import archs
 from fastkernels.core.device import DeviceInfo
 from fastkernels.core.problem import ProblemKey
 from fastkernels.core.spec import OpSpec
+from fastkernels.core.table import Interval
 
 ANY_DEVICE: tuple[str, ...] = ("any",)
 
@@ -39,7 +40,7 @@ def _always_available(device: DeviceInfo, config: Any) -> Decline | None:
     return None
 
 
-def _no_workspace(axes: Mapping[str, int], config: Any) -> int:
+def no_workspace(axes: Mapping[str, int], config: Any) -> int:
     return 0
 
 
@@ -66,8 +67,9 @@ class Route:
     bound stays monotone. `launch(inputs, outputs, workspace, config)` fills `outputs`.
     `available(device, config)` gives a Decline where this installation lacks what the route needs.
     `prepare(key, config)` loads or compiles what a launch needs; a route that has one cannot be
-    first seen inside a graph capture. `remember(key, config)` makes the library serve problems of
-    this key by itself, without further ado, and gives the way there. `workspace_bytes(axes,
+    first seen inside a graph capture. `remember(key, config, ranges)` makes the library serve
+    problems of this key by itself, without further ado, also those whose axes differ within
+    `ranges`, and gives the way there. `workspace_bytes(axes,
     config)` must not decrease in any variable axis.
     """
 
@@ -79,10 +81,10 @@ class Route:
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     supports: Callable[[ProblemKey, DeviceInfo, Any], Decline | None] = _no_objection
     max_axes: Mapping[str, int] = field(default_factory=dict)
-    workspace_bytes: Callable[[Mapping[str, int], Any], int] = _no_workspace
+    workspace_bytes: Callable[[Mapping[str, int], Any], int] = no_workspace
     available: Callable[[DeviceInfo, Any], Decline | None] = _always_available
     prepare: Callable[[ProblemKey, Any], None] | None = None
-    remember: Callable[[ProblemKey, Any], ShortWay] | None = None
+    remember: Callable[[ProblemKey, Any, Mapping[str, Interval]], ShortWay] | None = None
 
     def declines(self, key: ProblemKey, config: Any) -> Decline | None:
         """Why this installation does not serve `key` with this route and `config`, if so."""

@@ -182,7 +182,7 @@ def recipe(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
     parts = [
         kernel.op, kernel.name, kernel.language, kernel.digest(), knobs(config), arch, variant,
         _nvcc_flags(kernel, config, arch, variant) if kernel.language == "cuda" else [],
-        kernel.launch_shape(config) if kernel.launch_shape else [],  # kept beside the code
+        kernel.launch_shape(config, variant) if kernel.launch_shape else [],  # kept beside the code
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -249,8 +249,12 @@ def _nvcc_flags(kernel: Kernel, config: Any, arch: str, variant: str) -> list[st
     """All that shapes the code, paths aside."""
     target = ARCHS[arch].nvcc_target
     values = {name.upper(): _macro(value) for name, value in knobs(config).items()}
-    values["ALIGNED"] = "0" if variant == "any" else "1"
-    values |= {name.upper(): str(int(name in variant.split("_"))) for name in ("compact", "pool")}
+    words = {word for name in kernel.variants for word in name.split("_")} - {"aligned", "any"}
+    values |= {word.upper(): str(int(word in variant.split("_"))) for word in words}
+    values["ALIGNED"] = str(int("any" not in variant.split("_")))
+    assert kernel.launch_shape is not None
+    threads, shared_bytes = kernel.launch_shape(config, variant)
+    values |= {"THREADS": str(threads), "SHARED_BYTES": str(shared_bytes)}
     return [
         "-cubin", "-std=c++17", "-O3", "--Werror", "all-warnings",
         "-gencode", f"arch=compute_{target},code=sm_{target}",
@@ -278,7 +282,7 @@ def _compile_cuda(kernel: Kernel, config: Any, arch: str, variant: str) -> Binar
         if done.returncode != 0:
             raise ToolchainError(f"nvcc failed ({done.returncode})\n{done.stdout}{done.stderr}")
         cubin = target.read_bytes()
-    return Binary(cubin, f"{kernel.op}_{kernel.name}", *kernel.launch_shape(config))
+    return Binary(cubin, f"{kernel.op}_{kernel.name}", *kernel.launch_shape(config, variant))
 
 
 def _unfit(binary: Binary, arch: str) -> str | None:

@@ -50,7 +50,7 @@ def relative_rows(
     """
     if got.shape != want.shape:
         return wrong_shape(tolerance, got, tuple(want.shape))
-    got64, want64 = got.detach().cpu().double(), want.double()
+    got64, want64 = got.detach().to(want.device).double(), want.double()
     lead = want.shape[: want.dim() - row_dims]
     if want.numel() == 0:
         return Error(tolerance.output, tolerance.metric, 0.0, tolerance.limit)
@@ -100,7 +100,7 @@ def unchanged(output: str, got: torch.Tensor, want: torch.Tensor, rows: torch.Te
     if got.shape != want.shape:
         return Error(output, "changed elements", math.inf, 0.0)
     rows = rows.nonzero()[:, 0]
-    got_rows = got.detach().cpu().float().index_select(0, rows)
+    got_rows = got.detach().to(want.device).float().index_select(0, rows)
     want_rows = want.index_select(0, rows).float()
     differ = got_rows.view(torch.int32) != want_rows.view(torch.int32)
     if not differ.any():
@@ -126,7 +126,7 @@ def absolute(
         return wrong_shape(tolerance, got, tuple(want.shape))
     if want.numel() == 0:
         return Error(tolerance.output, tolerance.metric, 0.0, 1.0)
-    got64, want64 = got.detach().cpu().double(), want.double()
+    got64, want64 = got.detach().to(want.device).double(), want.double()
     same = (got64 == want64) | (got64.isnan() & want64.isnan())
     ratio = torch.where(same, 0.0, (got64 - want64).abs() / allowed.double())
     ratio = torch.where(ratio.isnan(), torch.inf, ratio).reshape(-1)
@@ -151,7 +151,7 @@ def official(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> Err
         return wrong_shape(tolerance, got, tuple(want.shape))
     if want.numel() == 0:
         return Error(tolerance.output, "official", 0.0, 1.0 - tolerance.official_share)
-    got64, want64 = got.detach().cpu().double(), want.double()
+    got64, want64 = got.detach().to(want.device).double(), want.double()
     same = (got64 == want64) | (got64.isnan() & want64.isnan())
     gap = torch.where(same, 0.0, (got64 - want64).abs()).nan_to_num(nan=torch.inf)
     relative = gap / (want64.abs() + 1e-8)

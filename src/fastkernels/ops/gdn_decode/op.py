@@ -9,6 +9,7 @@ import torch
 from fastkernels import envs
 from fastkernels.core import dispatch, torch_ops
 from fastkernels.core.extension import LaunchFailed
+from fastkernels.core.outputs import empty_like
 from fastkernels.core.route import Operator
 from fastkernels.ops.gdn_decode.problem import Inputs, bind
 from fastkernels.ops.gdn_decode.routes import ROUTES
@@ -103,13 +104,13 @@ def _enter(
         if inplace or read_indices is not None:
             if state is None or (read_indices is not None and envs.check_values()):
                 return None
-            output = _empty_like(v) if out is None else out
+            output = empty_like(v) if out is None else out
         elif out is None:
-            output = _empty_like(v)
+            output = empty_like(v)
             if state is None:
                 new_state = v.new_empty((*v.shape[::2], *v.shape[3:] * 2), dtype=torch.float32)
             elif state.size(0) == v.size(0):
-                new_state = _empty_like(state)
+                new_state = empty_like(state)
             else:  # a pool without indices, of any size
                 return None
         else:
@@ -144,13 +145,6 @@ def _enter(
     if not is_served:
         return None
     return output, state if new_state is None else new_state  # type: ignore[return-value]
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous whatever the tensor is; the option costs as much as the question saves twice."""
-    if tensor.is_contiguous():
-        return torch.empty_like(tensor)
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 OPERATOR = Operator(SPEC, ROUTES, gdn_decode)

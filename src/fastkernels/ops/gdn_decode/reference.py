@@ -45,57 +45,56 @@ class Expected:
 
 def step(
     S: torch.Tensor,
-    g: float,
-    beta: float,
+    g: torch.Tensor,
+    beta: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token of one head: (S', o, kappa of S', kappa of o); S is [V, K]."""
-    u = beta * (v - g * (S @ k))
-    decayed = g * S if g > 0 else torch.zeros_like(S)
-    S_new = decayed + torch.outer(u, k)
-    S_kappa = decayed.abs() + torch.outer(u.abs(), k.abs())
-    return S_new, scale * (S_new @ q), S_kappa, abs(scale) * (S_kappa @ q.abs())
+    """One token of many heads, in float64: (S', o, kappa of S', kappa of o). S: [.., V, K]; g and
+    beta: [..]; q, k, v: [.., K or V]."""
+    g, k, q = g[..., None, None], k[..., None], q[..., None]
+    decayed = torch.where(g > 0, g * S, 0.0)  # an infinite state is forgotten, too
+    u = beta[..., None, None] * (v[..., None] - g * (S @ k))
+    S_new = decayed + u * k.mT
+    S_kappa = decayed.abs() + u.abs() * k.abs().mT
+    o, o_kappa = scale * (S_new @ q), abs(scale) * (S_kappa @ q.abs())
+    return S_new, o[..., 0], S_kappa, o_kappa[..., 0]
 
 
-def reference(inputs: Inputs) -> Expected:
-    """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs._make(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs)
+_ROWS_AT_ONCE = 4  # what fits into a CPU's cache
+
+
+def reference(inputs: Inputs, device: torch.device | str = "cpu") -> Expected:
+    """Runs on `device`, where the result stays; `inputs` are not changed."""
+    x = Inputs._make(t.detach().to(device) if isinstance(t, torch.Tensor) else t for t in inputs)
     batch_size, _, num_q_heads, head_size = x.q.shape
     num_v_heads = x.v.shape[2]
-    group = num_v_heads // num_q_heads
-    scale = resolve_scale(x.scale, head_size)
     log_g, beta = gates(x.A_log, x.a[:, 0], x.dt_bias, x.b[:, 0])
-    g = log_g.exp()
-    q, k, v = x.q[:, 0].double(), x.k[:, 0].double(), x.v[:, 0].double()
+    group = num_v_heads // num_q_heads
+    q, k = (t[:, 0].double().repeat_interleave(group, dim=1) for t in (x.q, x.k))
 
-    output = torch.zeros((batch_size, 1, num_v_heads, head_size), dtype=torch.float64)
-    output_kappa = torch.zeros_like(output)
     if x.state is None:
-        before = torch.zeros((batch_size, num_v_heads, head_size, head_size), dtype=torch.float64)
+        shape = (batch_size, num_v_heads, head_size, head_size)
+        before = torch.zeros(shape, dtype=torch.float64, device=device)
     else:
         before = x.state.double()
+    num_slots = before.shape[0]
+    row = torch.arange(batch_size, device=device)
+    read = row if x.read_indices is None else x.read_indices.long()
+    write = read if x.write_indices is None else x.write_indices.long()
+    row = row[(read >= 0) & (read < num_slots)]  # the others are padding
+    g, v, scale = log_g.exp(), x.v[:, 0].double(), resolve_scale(x.scale, head_size)
+
+    output = torch.zeros(x.v.shape, dtype=torch.float64, device=device)
     after, after_kappa = before.clone(), torch.zeros_like(before)
-    kept = torch.ones(before.shape[0], dtype=torch.bool)
-    read = range(batch_size) if x.read_indices is None else x.read_indices.tolist()
-    write = read if x.write_indices is None else x.write_indices.tolist()
-    for i in range(batch_size):
-        if not 0 <= read[i] < before.shape[0]:
-            continue
-        for h in range(num_v_heads):
-            S, o, S_kappa, o_kappa = step(
-                before[read[i], h],
-                float(g[i, h]),
-                float(beta[i, h]),
-                q[i, h // group],
-                k[i, h // group],
-                v[i, h],
-                scale,
-            )
-            output[i, 0, h], output_kappa[i, 0, h] = o, o_kappa
-            if 0 <= write[i] < before.shape[0]:
-                after[write[i], h], after_kappa[write[i], h] = S, S_kappa
-                kept[write[i]] = False
+    output_kappa = torch.zeros_like(output)
+    kept = torch.ones(num_slots, dtype=torch.bool, device=device)
+    for i in row.split(_ROWS_AT_ONCE):
+        S, o, S_kappa, o_kappa = step(before[read[i]], g[i], beta[i], q[i], k[i], v[i], scale)
+        output[i, 0], output_kappa[i, 0] = o, o_kappa
+        is_stored = (write[i] >= 0) & (write[i] < num_slots)
+        slot = write[i][is_stored]
+        after[slot], after_kappa[slot], kept[slot] = S[is_stored], S_kappa[is_stored], False
     return Expected(output, after, output_kappa, after_kappa, kept)

@@ -123,14 +123,14 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         OP, "warp_rows", "cuda", ARCHS, WarpRows(16, 1, 4, 0), "gdn_decode/warp_rows.cu",
         tile=lambda c: (c.rows_per_block, 0),
-        launch_shape=lambda c: (32 * c.warps, 0),
+        launch_shape=lambda c, _: (32 * c.warps, 0),
         variants=("aligned", "any", "compact", "compact_pool"),
         candidates=LANE_ROWS | {"streaming": (0, 1, 2)},
     ),
     Kernel(
         OP, "bulk_rows", "cuda", ARCHS, BulkRows(32, 3, 4, 4, 0), "gdn_decode/bulk_rows.cu",
         tile=lambda c: (c.rows_per_block, c.blocks_per_sm),
-        launch_shape=lambda c: (32 * c.warps, c.shared_bytes),
+        launch_shape=lambda c, _: (32 * c.warps, c.shared_bytes),
         candidates={
             "rows_per_block": (16, 32, 64, 128), "stages": (2, 3, 4, 6), "warps": (2, 4, 8, 16),
             "blocks_per_sm": (1, 2, 3, 4, 8), "bulk_store": (0, 1),

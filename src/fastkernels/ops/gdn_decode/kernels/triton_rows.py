@@ -22,69 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastkernels.core.kernels import Binary
+from fastkernels.ops._shared.kernels.gdn_triton import LOG2E, find_slot, log_gate, sigmoid
 from fastkernels.ops.gdn_decode.kernels import HEAD_SIZE, TritonRows
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# ln 2 in two parts; the upper one has 15 bits, so that its product with an exponent is exact.
-LN2_HIGH = tl.constexpr(0.693145751953125)
-LN2_LOW = tl.constexpr(1.4286068203094172e-06)
-
-
-@triton.jit
-def _exp(high, low):
-    """exp(high + low), to 3e-7 where tl.exp is off by |high| * 1e-7."""
-    outside = tl.abs(high) > 200.0  # 0 or inf; also keeps inf - inf out of what follows
-    high = tl.where(outside, tl.where(high > 0.0, 200.0, -200.0), high)
-    low = tl.where(outside, 0.0, low)
-    n = tl.floor(high * LOG2E)
-    rest = (high - n * LN2_HIGH) - n * LN2_LOW + low
-    return tl.exp2(n) * tl.exp2(rest * LOG2E)
-
-
-@triton.jit
-def _two_sum(x, y):
-    """x + y, and what its rounding lost."""
-    total = x + y
-    part = total - x
-    return total, (x - (total - part)) + (y - part)
-
-
-@triton.jit
-def _log_gate(A_log, a, dt_bias):
-    """-exp(A_log) * softplus(a + dt_bias).
-
-    softplus(x) is x + log1p(exp(-x)) for x > 0; for x <= 0 it is exp(x) times a factor near 1, and
-    exp(A_log) * exp(x) is taken as one exponential, so that neither 0 * inf nor a subnormal arises.
-    """
-    x, x_low = _two_sum(a, dt_bias)
-    w = _exp(-tl.abs(x), tl.where(x > 0.0, -x_low, x_low))
-    # log1p(w) / w through the series of 2 * atanh(w / (2 + w)), w / (2 + w) <= 1/3.
-    inverse = 1.0 / (2.0 + w)
-    t = w * inverse * (w * inverse)
-    series = 1 / 13 + t * (1 / 15)
-    series = 1 / 11 + t * series
-    series = 1 / 9 + t * series
-    series = 1 / 7 + t * series
-    series = 1 / 5 + t * series
-    series = 1 / 3 + t * series
-    ratio = 2.0 * inverse * (1.0 + t * series)
-    exponent, low = _two_sum(A_log, tl.where(x > 0.0, 0.0, x))
-    rate = _exp(exponent, low + tl.where(x > 0.0, 0.0, x_low))
-    log_g = -rate * tl.where(x > 0.0, x + w * ratio, ratio)
-    # inf * 0 counts as 0; exp(A_log) is 0 in the oracle's float64 below -745.
-    log_g = tl.where(x == float("-inf"), 0.0, log_g)
-    return tl.where(x == float("inf"), tl.where(A_log < -745.0, 0.0, float("-inf")), log_g)
-
-
-@triton.jit
-def _slot(indices, stride, batch_idx, batch_size, num_slots, words):
-    """The slot of a batch row (the row itself in packed form), and whether it lies in the pool."""
-    row = batch_idx.to(tl.int64)
-    low = tl.load(indices + row * stride * words, mask=words > 0, other=batch_idx)
-    # An int64 index must be the sign extension of its lower word.
-    high = tl.load(indices + row * stride * words + 1, mask=words > 1, other=low >> 31)
-    limit = tl.where(words > 0, num_slots, batch_size)
-    return low.to(tl.int64), (high == low >> 31) & (low >= 0) & (low < limit)
 
 
 @triton.jit
@@ -141,7 +80,7 @@ def gdn_decode_rows(
     while batch_idx < batch_size:  # not range(): the interpreter of 3.6 needs numpy < 2.4 for it
         batch = batch_idx.to(tl.int64)
         output_row = output + batch * output_stride_b + v_head * output_stride_h + row
-        slot, is_valid = _slot(
+        slot, is_valid = find_slot(
             read_indices, read_stride, batch_idx, batch_size, num_slots, index_words
         )
         if is_valid:
@@ -151,7 +90,7 @@ def gdn_decode_rows(
             b_state, b_k, b_q = (), (), ()
             for i in tl.static_range(CHUNKS):
                 b_state += (tl.load(old + i * WIDTH, mask=has_state != 0, other=0.0),)
-            slot, is_stored = _slot(
+            slot, is_stored = find_slot(
                 write_indices, write_stride, batch_idx, batch_size, num_slots, index_words
             )
             for i in tl.static_range(CHUNKS):
@@ -159,9 +98,9 @@ def gdn_decode_rows(
                 b_q += (tl.load(q_row + i * WIDTH).to(tl.float32),)
             b_v = tl.load(v + batch * v_stride_b + v_head * v_stride_h + row).to(tl.float32)
             gate = tl.load(a + batch * a_stride_b + v_head).to(tl.float32)
-            log_g = _log_gate(tl.load(A_log + v_head), gate, tl.load(dt_bias + v_head))
+            log_g = log_gate(tl.load(A_log + v_head), gate, tl.load(dt_bias + v_head))
             g = tl.exp2(log_g * LOG2E)
-            beta = 1.0 / (1.0 + _exp(-tl.load(b + batch * b_stride_b + v_head).to(tl.float32), 0.0))
+            beta = sigmoid(tl.load(b + batch * b_stride_b + v_head).to(tl.float32))
 
             kq = tl.zeros([1, WIDTH], tl.float32)
             Sk = tl.zeros([ROWS, WIDTH], tl.float32)

@@ -23,7 +23,13 @@ def supports(key: ProblemKey, device: DeviceInfo, config: Any) -> Decline | None
     return None
 
 
-def call(entry: Any, plan: int, inputs: Inputs, outputs: tuple[torch.Tensor, ...]) -> bool:
+def call(
+    entry: Any,
+    plan: int,
+    inputs: Inputs,
+    outputs: tuple[torch.Tensor, ...],
+    workspace: torch.Tensor | None,
+) -> bool:
     """A checked problem to the library; see `Decode` in csrc/gdn_decode/binding.cc."""
     output, new_state = outputs
     return bool(
@@ -46,10 +52,11 @@ def call(entry: Any, plan: int, inputs: Inputs, outputs: tuple[torch.Tensor, ...
     )
 
 
-def sizes(key: ProblemKey) -> tuple[int, ...]:
-    """What a plan is remembered by; see `FindPlan` in csrc/gdn_decode/binding.cc."""
+def fixed(key: ProblemKey) -> tuple[int, ...]:
+    """What a plan is remembered by, besides the batch; see `FindPlan` in
+    csrc/gdn_decode/binding.cc."""
     return (
-        *(key.axis(name) for name in ("batch_size", "num_q_heads", "num_v_heads")),
+        *(key.axis(name) for name in ("num_q_heads", "num_v_heads")),
         key.device_index,
         key.mode == "pool",
         key.mode != "functional",
@@ -57,5 +64,5 @@ def sizes(key: ProblemKey) -> tuple[int, ...]:
 
 
 ROUTES: tuple[Route, ...] = tuple(
-    compiled_route(kernel, call, supports, sizes) for kernel in KERNELS
+    compiled_route(kernel, call, supports, fixed, varying=("batch_size",)) for kernel in KERNELS
 )

@@ -1,5 +1,5 @@
 """Routes of gdn_prefill, the safe one last."""
 
-from fastkernels.ops.gdn_prefill.routes import torch_chunked
+from fastkernels.ops.gdn_prefill.routes import library, torch_chunked
 
-ROUTES = (torch_chunked.ROUTE,)
+ROUTES = (*library.ROUTES, torch_chunked.ROUTE)

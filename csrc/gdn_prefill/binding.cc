@@ -1,0 +1,266 @@
+// gdn_prefill: from tensors to launches.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/cubin.h"
+#include "common/gdn_call.h"
+#include "common/served.h"
+#include "common/tensor.h"
+#include "gdn_prefill/params.h"
+
+namespace fastkernels::gdn_prefill {
+namespace {
+
+namespace ffi = tvm::ffi;
+
+// Variants of a kernel, in the order of `Kernel.variants`: one launch has two, two launches have
+// four, those of the first launch first.
+enum : int { kAligned = 0, kAny = 1 };
+constexpr size_t kSplitVariants = 4;
+
+struct Call {
+  const DLTensor *q, *k, *v, *A_log, *a, *dt_bias, *b, *cu_seqlens;
+  double scale;
+  const DLTensor *output, *workspace;
+  gdn::StateArguments states;
+};
+
+// Fills `p` and `variant` if the call is plainly legal. `is_checked`: Python has looked at it, so
+// memory that may be shared is not; sizes, dtypes, strides and devices are looked at again, since
+// a kernel trusts them.
+bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
+  const View q(call.q), k(call.k), v(call.v), A_log(call.A_log), a(call.a), dt_bias(call.dt_bias),
+      b(call.b), cu_seqlens(call.cu_seqlens), output(call.output);
+  if (q.ndim() != 3 || v.ndim() != 3 || cu_seqlens.ndim() != 1) return false;
+  const int64_t num_tokens = v.size(0), num_seqs = cu_seqlens.size(0) - 1;
+  const int64_t num_q_heads = q.size(1), num_v_heads = v.size(1);
+  if (num_tokens > gdn::kMaxInt32 - kChunk || num_seqs < 0 || num_seqs > gdn::kMaxInt32 - 1 ||
+      num_q_heads < 1 || num_v_heads < 1 || num_v_heads > gdn::kMaxInt32 / kHeadSize ||
+      num_v_heads % num_q_heads != 0) {
+    return false;
+  }
+  const bool is_wide = Equal(cu_seqlens.dtype(), kInt64);
+  if (!(q.Is(kBFloat16, {num_tokens, num_q_heads, kHeadSize}) && q.IsDense(1) &&
+        k.Is(kBFloat16, {num_tokens, num_q_heads, kHeadSize}) && k.IsDense(1) &&
+        v.Is(kBFloat16, {num_tokens, num_v_heads, kHeadSize}) && v.IsDense(1) &&
+        A_log.Is(kFloat32, {num_v_heads}) && A_log.IsDense(1) &&
+        a.Is(kBFloat16, {num_tokens, num_v_heads}) && a.IsDense(1) &&
+        dt_bias.Is(kFloat32, {num_v_heads}) && dt_bias.IsDense(1) &&
+        b.Is(kBFloat16, {num_tokens, num_v_heads}) && b.IsDense(1) &&
+        cu_seqlens.Is(is_wide ? kInt64 : kInt32, {num_seqs + 1}) && cu_seqlens.IsDense(1) &&
+        output.Is(kBFloat16, {num_tokens, num_v_heads, kHeadSize}) && output.IsDense(1))) {
+    return false;
+  }
+  std::vector<View> given = {q, k, v, A_log, a, dt_bias, b, cu_seqlens};
+  if (!gdn::PrepareStates(call.states, num_seqs, num_v_heads, kHeadSize, &given, p) ||
+      !gdn::IsSoundMemory(call.states, given, output, is_checked)) {
+    return false;
+  }
+
+  p->q = q.pointer();
+  p->k = k.pointer();
+  p->v = v.pointer();
+  p->A_log = A_log.pointer();
+  p->a = a.pointer();
+  p->dt_bias = dt_bias.pointer();
+  p->b = b.pointer();
+  p->cu_seqlens = cu_seqlens.pointer();
+  p->output = output.pointer();
+  p->workspace = nullptr;
+  p->q_stride_t = q.stride(0);
+  p->q_stride_h = q.stride(1);
+  p->k_stride_t = k.stride(0);
+  p->k_stride_h = k.stride(1);
+  p->v_stride_t = v.stride(0);
+  p->v_stride_h = v.stride(1);
+  p->a_stride_t = a.stride(0);
+  p->b_stride_t = b.stride(0);
+  p->cu_stride = cu_seqlens.stride(0);
+  p->output_stride_t = output.stride(0);
+  p->output_stride_h = output.stride(1);
+  p->num_tokens = static_cast<int32_t>(num_tokens);
+  p->num_seqs = static_cast<int32_t>(num_seqs);
+  p->num_q_heads = static_cast<int32_t>(num_q_heads);
+  p->num_v_heads = static_cast<int32_t>(num_v_heads);
+  p->offset_words = is_wide ? 2 : 1;
+  p->scale =
+      static_cast<float>(call.scale == 0.0 ? 1.0 / std::sqrt(double{kHeadSize}) : call.scale);
+  const View new_state(call.states.is_updated() ? call.states.state : call.states.new_state);
+  const View state(p->has_state ? call.states.state : call.states.new_state);
+  bool is_aligned = true;
+  for (const View& each : {q, k, v, output, state, new_state}) {
+    is_aligned = is_aligned && each.IsAligned(16);
+  }
+  *variant = is_aligned ? kAligned : kAny;
+  return true;
+}
+
+// Blocks along x: slabs of rows fastest, then heads, then sequences; one for stray tokens where
+// there is no sequence. False where that is more than a grid holds.
+bool LayOut(const Plan& plan, const Params& p, Grid* grid) {
+  const int64_t rows_per_block = plan.tile[0];
+  const int64_t blocks =
+      std::max<int64_t>(p.num_seqs, 1) * p.num_v_heads * (kHeadSize / rows_per_block);
+  if (blocks > gdn::kMaxInt32) return false;
+  *grid = {static_cast<uint32_t>(blocks), 1, 1};
+  return true;
+}
+
+void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params* p,
+               bool is_dependent) {
+  if (plan.arguments == Arguments::kStruct) {
+    void* arguments[] = {p};
+    Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
+    return;
+  }
+  void* scratch = nullptr;
+  void* arguments[] = {&p->q,
+                       &p->k,
+                       &p->v,
+                       &p->state,
+                       &p->A_log,
+                       &p->a,
+                       &p->dt_bias,
+                       &p->b,
+                       &p->cu_seqlens,
+                       &p->read_indices,
+                       &p->write_indices,
+                       &p->output,
+                       &p->new_state,
+                       &p->workspace,
+                       &p->q_stride_t,
+                       &p->q_stride_h,
+                       &p->k_stride_t,
+                       &p->k_stride_h,
+                       &p->v_stride_t,
+                       &p->v_stride_h,
+                       &p->state_stride_slot,
+                       &p->state_stride_h,
+                       &p->a_stride_t,
+                       &p->b_stride_t,
+                       &p->cu_stride,
+                       &p->read_stride,
+                       &p->write_stride,
+                       &p->output_stride_t,
+                       &p->output_stride_h,
+                       &p->new_state_stride_slot,
+                       &p->new_state_stride_h,
+                       &p->num_tokens,
+                       &p->num_seqs,
+                       &p->num_q_heads,
+                       &p->num_v_heads,
+                       &p->num_slots,
+                       &p->has_state,
+                       &p->offset_words,
+                       &p->index_words,
+                       &p->scale,
+                       &scratch,
+                       &scratch};
+  Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
+}
+
+// Memory from the allocator that the tensors come from, in the order of the current stream.
+ffi::Tensor Allocate(int64_t bytes, DLDevice device) {
+  return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({bytes}),
+                                   DLDataType{kDLUInt, 8, 1}, device);
+}
+
+// False: nothing was launched. `plan.tile` is rows of V a block, and bytes of workspace for each
+// chunk of each head, 0 where the plan is one launch.
+bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
+  Grid grid;
+  if (!LayOut(plan, *p, &grid)) return false;
+  if (p->num_tokens == 0 && p->num_seqs == 0) return true;
+  const DLDevice device_id = call.q->device;
+  const int64_t entry_bytes = plan.tile[1];
+  const int64_t entries = chunk_bound(p->num_tokens, p->num_seqs) * p->num_v_heads;
+  if (entries > gdn::kMaxInt32) return false;
+  const int64_t bytes = entries * entry_bytes;
+  ffi::Optional<ffi::Tensor> allocated;  // until the launches are in the stream
+  if (bytes > 0) {
+    if (call.workspace == nullptr) {
+      allocated = Allocate(bytes, device_id);
+      p->workspace = (*allocated).data_ptr();
+    } else {
+      const View workspace(call.workspace);
+      if (!workspace.IsOn(device_id) || !workspace.IsAligned(256) ||
+          static_cast<int64_t>(workspace.end() - workspace.data()) < bytes) {
+        return false;
+      }
+      p->workspace = workspace.pointer();
+    }
+  }
+  const Device& device = Device::Get(device_id.device_id);
+  auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device_id.device_id));
+  ContextGuard guard(device);
+  if (plan.variants.size() < kSplitVariants) {
+    LaunchOne(plan, variant, grid, stream, p, false);
+    return true;
+  }
+  if (entries > 0) {
+    LaunchOne(plan, variant, {static_cast<uint32_t>(entries), 1, 1}, stream, p, false);
+  }
+  LaunchOne(plan, 2 + variant, grid, stream, p, entries > 0);
+  return true;
+}
+
+// What is said instead of a plan's handle: the plan is the one remembered for these sizes; or
+// nothing is launched and the checks alone are made, those of a call that Python has or has not
+// looked at (for tests, on any device).
+enum : int64_t { kRemembered = 0, kCheckAlone = -1, kCheckAgainAlone = -2 };
+
+// What the dispatcher's decision follows from; see `fixed` in ops/gdn_prefill/routes/library.py.
+int64_t FindPlan(const Call& call) {
+  static const Served& served = Served::Of("gdn_prefill");
+  if (call.q->ndim != 3 || call.v->ndim != 3 || call.cu_seqlens->ndim != 1) return 0;
+  return served.Find({call.q->shape[1], call.v->shape[1], call.q->device.device_id,
+                      call.states.is_pool(), call.states.is_updated()},
+                     {call.v->shape[0], call.cu_seqlens->shape[0] - 1});
+}
+
+// The entry of every compiled route. `new_state` None: the state is updated where it lies.
+// `scale` 0 is the default. `workspace` None: allocated where the plan needs one. False: nothing
+// was launched, and Python should look at the call.
+bool Prefill(int64_t plan, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v, ffi::AnyView state,
+             ffi::AnyView A_log, ffi::AnyView a, ffi::AnyView dt_bias, ffi::AnyView b,
+             ffi::AnyView cu_seqlens, double scale, ffi::AnyView read_indices,
+             ffi::AnyView write_indices, ffi::AnyView output, ffi::AnyView new_state,
+             ffi::AnyView workspace) {
+  bool is_kind = true;
+  auto get = [&](const ffi::AnyView& argument) { return gdn::GetTensor(argument, &is_kind); };
+  const Call call{
+      get(q),         get(k),
+      get(v),         get(A_log),
+      get(a),         get(dt_bias),
+      get(b),         get(cu_seqlens),
+      scale,          get(output),
+      get(workspace), {get(state), get(read_indices), get(write_indices), get(new_state)}};
+  for (const DLTensor* required : {call.q, call.k, call.v, call.A_log, call.a, call.dt_bias, call.b,
+                                   call.cu_seqlens, call.output}) {
+    is_kind = is_kind && required != nullptr;
+  }
+  if (!is_kind) return false;
+  const bool is_launched = plan >= 0;
+  if (is_launched && call.q->device.device_type != kDLCUDA) return false;
+  const bool is_checked = plan > 0 || plan == kCheckAgainAlone;
+  if (plan == kRemembered) {
+    plan = FindPlan(call);
+    if (plan == 0) return false;
+  }
+  Params params;
+  int variant = kAny;
+  if (!Prepare(call, is_checked, &params, &variant)) return false;
+  return !is_launched || LaunchPlan(Plan::Get(plan), &params, variant, call);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_prefill, Prefill);
+
+}  // namespace fastkernels::gdn_prefill

@@ -1,0 +1,310 @@
+// The serial part: one block carries `kRows` rows of one head's state through all chunks of one
+// sequence.
+//
+// Everything is transposed: the rows of V are the rows of the matrix instructions, so that a result
+// (the state, V - d S K^T, U) is already the next product's left operand, and K, Q, T, P are right
+// operands as they lie in memory. Per chunk, with S [kRows, 128] of the chunk's start:
+//
+//     X = S K^T                 4 state warps, 16 tokens each
+//     Y = beta_t (V^T - d_t X)  in registers; a bfloat16 copy goes to all state warps
+//     U = Y + Y T^T             16 tokens each, then to all warps
+//     S' = d S + (d/d_t U) K    32 columns of K each; S stays in registers, a bfloat16 copy goes to
+//                               all warps
+//     O = d_t S Q^T + U P^T     4 output warps, 16 tokens each, beside the state warps' work
+//
+// T lacks the identity of the inverse that it is, and beta is not in it: so the larger part of U is
+// not rounded on its way (near-parallel keys, g = 1: error of the state 1e-3 instead of 6e-3).
+//
+// A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and
+// P: what is not finite in Y is taken out, and put back into U from that token on.
+//
+// Barriers: one of the whole block a chunk; 1 (state warps) twice, 2 (U is there: state warps
+// arrive, output warps wait) once.
+#pragma once
+
+#include <cstdint>
+
+#include "gdn_prefill/common.cuh"
+
+namespace fastkernels::gdn_prefill {
+
+constexpr int kChainThreads = 256;
+constexpr int kGroupThreads = 128;  // state warps, and output warps
+constexpr uint32_t kStateBarrier = 1, kUpdateBarrier = 2;
+
+// One chunk's inputs in shared memory. T, P and gates are of a stage of their own where they are
+// brought from the workspace, one for all stages where the block makes them.
+struct Stage {
+  unsigned char *k, *q;  // [64, 128] bfloat16, swizzled
+  unsigned char* v;      // [64, kRows] bfloat16, rows of kVBytes
+  unsigned char *T, *P;  // [64, 64] bfloat16, swizzled
+  ChunkGates* gates;
+};
+
+// Fragments (16 rows, 16 columns) of bfloat16 left operands: 16 bytes a lane.
+constexpr int kFragmentBytes = 512;
+
+template <int kRows>
+struct Chain {
+  static_assert(kRows == 16 || kRows == 32 || kRows == 64, "a whole number of fragments");
+  static constexpr int kTiles = kRows / 16;
+  // A pitch that keeps 8 rows of V in different banks.
+  static constexpr int kVBytes = 2 * kRows + 16;
+  static constexpr int kStateBytes = kTiles * 8 * kFragmentBytes;   // S, bfloat16
+  static constexpr int kTokensBytes = kTiles * 4 * kFragmentBytes;  // Y or U
+  static constexpr int kSharedBytes = 2 * kStateBytes + 3 * kTokensBytes + kChunk * kVBytes +
+                                      2 * kRows * static_cast<int>(sizeof(int32_t));
+
+  // Shared memory of the exchange, from `base` on.
+  unsigned char* base;
+
+  __device__ __forceinline__ unsigned char* state(uint32_t parity) const {
+    return base + parity * kStateBytes;
+  }
+  __device__ __forceinline__ unsigned char* y() const { return base + 2 * kStateBytes; }
+  __device__ __forceinline__ unsigned char* u_state() const { return y() + kTokensBytes; }
+  __device__ __forceinline__ unsigned char* u_output() const { return u_state() + kTokensBytes; }
+  __device__ __forceinline__ unsigned char* output() const { return u_output() + kTokensBytes; }
+  // Per row of V the first token from which on it is not finite; for even and odd chunks.
+  __device__ __forceinline__ int32_t* first_bad(uint32_t parity) const {
+    return reinterpret_cast<int32_t*>(output() + kChunk * kVBytes) + parity * kRows;
+  }
+
+  static __device__ __forceinline__ uint4* fragment(unsigned char* x, uint32_t idx) {
+    return reinterpret_cast<uint4*>(x + idx * kFragmentBytes) + threadIdx.x % kWarpSize;
+  }
+
+  static __device__ __forceinline__ void load_fragment(uint32_t (&a)[4], unsigned char* x,
+                                                       uint32_t idx) {
+    const uint4 words = *fragment(x, idx);
+    a[0] = words.x;
+    a[1] = words.y;
+    a[2] = words.z;
+    a[3] = words.w;
+  }
+
+  // Two results of 8 columns each as one left operand.
+  static __device__ __forceinline__ void store_fragment(unsigned char* x, uint32_t idx,
+                                                        const float (&left)[4],
+                                                        const float (&right)[4]) {
+    *fragment(x, idx) =
+        make_uint4(ptx::to_bf16x2(left[0], left[1]), ptx::to_bf16x2(left[2], left[3]),
+                   ptx::to_bf16x2(right[0], right[1]), ptx::to_bf16x2(right[2], right[3]));
+  }
+
+  // sum[r][h] += left [rows, 128] right^T of 16 tokens from `token` on. In two parts, since each
+  // product waits for the one that it adds to.
+  static __device__ __forceinline__ void multiply_state(float (&sum)[kTiles][2][4],
+                                                        unsigned char* left,
+                                                        const unsigned char* right,
+                                                        uint32_t token) {
+    const uint32_t tile = ptx::shared_address(right);
+    float other[kTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kHeadSize / 16; ++step) {
+      uint32_t b[4];
+      ptx::load_matrices(b, fragment_b<kKeyBytes>(tile, token, 2 * step));
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+        uint32_t a[4];
+        load_fragment(a, left, r * 8 + step);
+        float (&part)[2][4] = step % 2 == 0 ? sum[r] : other[r];
+        ptx::mma_bf16(part[0], a, b[0], b[1]);
+        ptx::mma_bf16(part[1], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[r][i / 4][i % 4] += other[r][i / 4][i % 4];
+    }
+  }
+
+  // sum[r][h] += left [rows, 64] right^T of 16 tokens, `right` [64, 64] lower triangular.
+  static __device__ __forceinline__ void multiply_pairs(float (&sum)[kTiles][2][4],
+                                                        unsigned char* left,
+                                                        const unsigned char* right,
+                                                        uint32_t token) {
+    const uint32_t tile = ptx::shared_address(right);
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      if (16 * step > static_cast<int>(token)) break;
+      uint32_t b[4];
+      ptx::load_matrices(b, fragment_b<kPairBytes>(tile, token, 2 * step));
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+        uint32_t a[4];
+        load_fragment(a, left, r * 4 + step);
+        ptx::mma_bf16(sum[r][0], a, b[0], b[1]);
+        ptx::mma_bf16(sum[r][1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // A state warp's part of one chunk. S: rows g, g + 8 of each tile, columns 32 * warp + 8 * j +
+  // 2c.
+  __device__ __forceinline__ void advance(float (&S)[kTiles][4][4], const Stage& x,
+                                          uint32_t parity) const {
+    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const uint32_t token = 16 * warp;
+    float decay[2][2], beta[2][2];  // of this lane's columns: tokens token + 8 * h + 2c + i
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t first = token + 8 * h + lane % 4 * 2;
+      const float2 decays = *reinterpret_cast<const float2*>(x.gates->decay + first);
+      const float2 betas = *reinterpret_cast<const float2*>(x.gates->beta + first);
+      decay[h][0] = decays.x;
+      decay[h][1] = decays.y;
+      beta[h][0] = betas.x;
+      beta[h][1] = betas.y;
+    }
+    const float last = x.gates->decay[kChunk - 1];
+
+    float sum[kTiles][2][4] = {};
+    multiply_state(sum, state(parity), x.k, token);
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      // Columns of V as rows: what the transposed load gives lies as the products do.
+      uint32_t v[4];
+      const uint32_t row = token + lane % 8 + lane / 16 * 8;
+      ptx::load_matrices_transposed(
+          v, ptx::shared_address(x.v) + row * kVBytes + 32 * r + lane / 8 % 2 * 16);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int h = i / 4, upper = i % 4 / 2, j = i % 2;  // tokens, rows, column
+        const uint32_t word = v[2 * h + upper];
+        const float value = __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
+        float& y = sum[r][h][2 * upper + j];
+        y = beta[h][j] * fmaf(-ptx::exp2(decay[h][j]), y, value);
+        if (!isfinite(y)) {
+          y = 0.0f;
+          atomicMin(first_bad(parity) + 16 * r + 8 * upper + lane / 4,
+                    static_cast<int>(token + 8 * h + lane % 4 * 2 + j));
+        }
+      }
+      store_fragment(y(), r * 4 + warp, sum[r][0], sum[r][1]);
+    }
+    ptx::barrier_sync(kStateBarrier, kGroupThreads);
+
+    float (&update)[kTiles][2][4] = sum;
+    multiply_pairs(update, y(), x.T, token);
+    const int32_t bad_chunk = x.gates->first_bad;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
+      int32_t bad[2];
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int h = i / 4, upper = i % 4 / 2, j = i % 2;
+        float& u = update[r][h][2 * upper + j];
+        u *= ptx::exp2(last - decay[h][j]);
+        if (static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper]) u = NAN;
+      }
+      store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
+    }
+    ptx::barrier_arrive(kUpdateBarrier, kChainThreads);
+    ptx::barrier_sync(kStateBarrier, kGroupThreads);
+
+    const float decay_all = ptx::exp2(last);
+    const uint32_t k = ptx::shared_address(x.k);
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= decay_all;
+    }
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      uint32_t b[2][4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        ptx::load_matrices_transposed(b[j], fragment_a<kKeyBytes>(k, 16 * step, 4 * warp + 2 * j));
+      }
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+        uint32_t a[4];
+        load_fragment(a, u_state(), r * 4 + step);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          ptx::mma_bf16(S[r][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+    publish(S, parity ^ 1);
+    // The next chunk's; this one's are read up to the block's barrier.
+    if (threadIdx.x < kRows) first_bad(parity ^ 1)[threadIdx.x] = kChunk;
+  }
+
+  // A bfloat16 copy of the state for all warps.
+  __device__ __forceinline__ void publish(const float (&S)[kTiles][4][4], uint32_t parity) const {
+    const uint32_t warp = threadIdx.x / kWarpSize;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        store_fragment(state(parity), r * 8 + 2 * warp + j, S[r][2 * j], S[r][2 * j + 1]);
+      }
+    }
+  }
+
+  // An output warp's part of one chunk: 16 tokens of `kRows` columns of the output. `to`: the
+  // block's columns of the chunk's first token.
+  template <bool kAligned>
+  __device__ __forceinline__ void write_output(const Stage& x, uint32_t parity, float scale,
+                                               uint16_t* to, int64_t stride_t,
+                                               int32_t length) const {
+    const uint32_t warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
+    const uint32_t token = 16 * warp;
+    float sum[kTiles][2][4] = {};
+    multiply_state(sum, state(parity), x.q, token);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair =
+          *reinterpret_cast<const float2*>(x.gates->decay + token + 8 * h + lane % 4 * 2);
+      const float decay[2] = {ptx::exp2(pair.x), ptx::exp2(pair.y)};
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][h][i] *= decay[i % 2];
+      }
+    }
+    ptx::barrier_sync(kUpdateBarrier, kChainThreads);
+    multiply_pairs(sum, u_output(), x.P, token);
+
+    const uint32_t tile = ptx::shared_address(output());
+    const int32_t bad_chunk = x.gates->first_bad;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i / 2, upper = i % 2;
+        const int32_t bad = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
+        float value[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int32_t t = token + 8 * h + lane % 4 * 2 + j;
+          value[j] = t >= bad ? NAN : scale * sum[r][h][2 * upper + j];
+        }
+        words[i] = ptx::to_bf16x2(value[0], value[1]);
+      }
+      const uint32_t row = token + lane % 8 + lane / 16 * 8;
+      ptx::store_matrices_transposed(tile + row * kVBytes + 32 * r + lane / 8 % 2 * 16, words);
+    }
+    __syncwarp();
+    constexpr int kPieces = kRows / 8;
+#pragma unroll
+    for (int i = 0; i < 16 * kPieces / 32; ++i) {
+      const uint32_t idx = 32 * i + lane, row = token + idx / kPieces, piece = idx % kPieces;
+      if (static_cast<int32_t>(row) < length) {
+        const uint4 words = *reinterpret_cast<const uint4*>(output() + row * kVBytes + 16 * piece);
+        store_piece<kAligned>(to + row * stride_t + 8 * piece, words);
+      }
+    }
+  }
+};
+
+}  // namespace fastkernels::gdn_prefill

@@ -1,0 +1,344 @@
+// What the kernels of gdn_prefill share: where sequences and chunks lie, gates of a chunk, and
+// tiles of bfloat16 in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gdn.cuh"
+#include "common/ptx_sm90.cuh"
+#include "gdn_prefill/params.h"
+
+namespace fastkernels::gdn_prefill {
+
+using namespace gdn;
+
+constexpr uint32_t kWarpSize = 32;
+
+// ---- sequences ----------------------------------------------------------------------------------
+
+// An offset as it counts: clamped to [0, num_tokens]. Offsets come from the device and are not
+// trusted.
+__device__ __forceinline__ int32_t load_offset(const Params& p, int64_t idx) {
+  const uint32_t* words = static_cast<const uint32_t*>(p.cu_seqlens);
+  words += idx * p.cu_stride << (p.offset_words - 1);
+  const int32_t low = static_cast<int32_t>(ptx::load_constant(words));
+  const int32_t high = static_cast<int32_t>(ptx::load_constant(words + p.offset_words - 1));
+  if (high < 0) return 0;
+  const bool is_beyond = (p.offset_words == 2 && high > 0) ||
+                         static_cast<uint32_t>(low) > static_cast<uint32_t>(p.num_tokens);
+  return is_beyond ? p.num_tokens : low;
+}
+
+__device__ __forceinline__ int32_t warp_max(int32_t x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
+}
+
+// A sequence's tokens: `length` of them from `start` on. An offset counts as the largest so far.
+struct Tokens {
+  int32_t start, length;
+};
+
+// The tokens of sequence `seq`, found by all threads of the block together. `scratch`: one word a
+// warp, in shared memory; free again after the next barrier.
+template <int kThreads>
+__device__ __forceinline__ Tokens find_tokens(const Params& p, int32_t seq, int32_t* scratch) {
+  int32_t start = 0;
+  for (int32_t i = threadIdx.x; i <= seq; i += kThreads) start = max(start, load_offset(p, i));
+  const int32_t next = load_offset(p, int64_t{seq} + 1);
+  start = warp_max(start);
+  if (threadIdx.x % kWarpSize == 0) scratch[threadIdx.x / kWarpSize] = start;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) start = max(start, scratch[w]);
+  return {start, max(next - start, 0)};
+}
+
+// The tokens of sequence `first + threadIdx.x`, none beyond the last one; by all threads of the
+// block together. `before`: the largest offset before `first`, becomes that before the next tile.
+// `scratch`: one word a warp, free again after the next barrier.
+template <int kThreads>
+__device__ __forceinline__ Tokens find_tile(const Params& p, int32_t first, int32_t* before,
+                                            int32_t* scratch) {
+  const int32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int32_t seq = first + threadIdx.x;
+  int32_t start = seq < p.num_seqs ? load_offset(p, seq) : 0;
+  const int32_t next = seq < p.num_seqs ? load_offset(p, int64_t{seq} + 1) : 0;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int32_t other = __shfl_up_sync(0xffffffffu, start, distance);
+    if (lane >= distance) start = max(start, other);
+  }
+  if (lane == 31) scratch[warp] = start;
+  __syncthreads();
+  start = max(start, *before);
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) start = max(start, scratch[w]);
+    *before = max(*before, scratch[w]);
+  }
+  return {start, max(next - start, 0)};
+}
+
+// The sequence at a position, found by all threads of the block together.
+struct Located {
+  int32_t seq;
+  Tokens tokens;
+};
+
+// Longest first, as long as a block has a thread for each: blocks start in the order of their
+// index, and one long sequence that starts last would keep the others waiting. Beyond, as they
+// come. `scratch`: one word a warp and three more; `lengths`: one word a thread. Both free again
+// after the next barrier.
+template <int kThreads>
+__device__ __forceinline__ Located locate(const Params& p, int32_t position, int32_t* scratch,
+                                          int32_t* lengths) {
+  if (p.num_seqs == 1 || p.num_seqs > kThreads) {
+    return {position, find_tokens<kThreads>(p, position, scratch)};
+  }
+  const int32_t seq = threadIdx.x;
+  int32_t before = 0;
+  const Tokens tokens = find_tile<kThreads>(p, 0, &before, scratch);
+  lengths[seq] = tokens.length;
+  __syncthreads();
+  int32_t* found = scratch + kThreads / 32;
+  if (seq < p.num_seqs) {
+    int32_t rank = 0;
+    for (int32_t i = 0; i < p.num_seqs; ++i) {
+      rank += lengths[i] > tokens.length || (lengths[i] == tokens.length && i < seq);
+    }
+    if (rank == position) {
+      found[0] = seq;
+      found[1] = tokens.start;
+      found[2] = tokens.length;
+    }
+  }
+  __syncthreads();
+  return {found[0], {found[1], found[2]}};
+}
+
+// A chunk by its number (params.h): tokens `start` to `start + length` of one sequence.
+struct Chunk {
+  int32_t start, length;  // length 0: no chunk has the number
+};
+
+// Found by all threads of the block together. `scratch`: one word a warp and two more.
+template <int kThreads>
+__device__ __forceinline__ Chunk find_chunk(const Params& p, int32_t number, int32_t* scratch) {
+  int32_t before = 0;
+  int32_t* found = scratch + kThreads / 32;
+  if (threadIdx.x < 2) found[threadIdx.x] = 0;
+  for (int32_t first = 0; first < p.num_seqs; first += kThreads) {
+    const Tokens tokens = find_tile<kThreads>(p, first, &before, scratch);
+    // Numbers rise with the sequence: the last one whose first number is not above holds it.
+    const int32_t seq = first + threadIdx.x;
+    const int64_t first_number = tokens.start / kChunk + int64_t{seq};
+    const bool is_reached = seq < p.num_seqs && first_number <= number;
+    const int32_t num_reached = __syncthreads_count(is_reached);
+    if (num_reached == 0) break;
+    if (threadIdx.x == num_reached - 1) {
+      const int64_t skipped = (number - first_number) * kChunk;
+      const bool is_inside = skipped < tokens.length;
+      found[0] = is_inside ? static_cast<int32_t>(tokens.start + skipped) : 0;
+      found[1] =
+          is_inside ? static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk})) : 0;
+    }
+    if (num_reached < kThreads) break;
+  }
+  __syncthreads();
+  return {found[0], found[1]};
+}
+
+// ---- blocks -------------------------------------------------------------------------------------
+
+// A block's part of the work, by its index: slabs of rows of V fastest, then heads, then positions
+// of sequences.
+struct Part {
+  uint32_t slab, head, q_head;
+  int32_t position;
+};
+
+template <int kSlabs>
+__device__ __forceinline__ Part find_part(const Params& p) {
+  const uint32_t rest = blockIdx.x / kSlabs;
+  const uint32_t head = rest % p.num_v_heads;
+  return {blockIdx.x % kSlabs, head, gdn::find_q_head(head, p.num_v_heads, p.num_q_heads),
+          static_cast<int32_t>(rest / p.num_v_heads)};
+}
+
+// ---- gates --------------------------------------------------------------------------------------
+
+// log2 of a token's decay gate, at least kLeastLog: 2^-160 is 0, and one huge value must not
+// swallow the others' in a sum over the chunk. NaN stays.
+constexpr float kLeastLog = -160.0f;
+
+__device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) {
+  const float x = a + dt_bias;
+  const float rate = expf(A_log);
+  // For very negative x, softplus is e^x, and e^(A_log + x) neither overflows nor underflows early.
+  float log_g = x < -15.0f ? -expf(A_log + x) : -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+  // inf * 0 counts as 0.
+  if (rate == 0.0f || x == -INFINITY) log_g = 0.0f;
+  log_g *= kLog2E;
+  return log_g < kLeastLog ? kLeastLog : log_g;
+}
+
+// A chunk's gates. `decay[t]`: log2 of the decay from the chunk's start through token t.
+// `first_bad`: from this token on the state is not finite; kChunk where it stays finite.
+struct ChunkGates {
+  float decay[kChunk];
+  float beta[kChunk];
+  int32_t first_bad;
+};
+
+// What a lane computes the gates of its two tokens from: zeros beyond the chunk's end.
+struct RawGates {
+  uint16_t a[2], b[2];
+};
+
+__device__ __forceinline__ RawGates load_gates(const Params& p, uint32_t head, Chunk chunk) {
+  RawGates raw = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t t = threadIdx.x % kWarpSize * 2 + i;
+    if (t < chunk.length) {
+      const int64_t token = int64_t{chunk.start} + t;
+      raw.a[i] = load_bf16(p.a, token * p.a_stride_t + head);
+      raw.b[i] = load_bf16(p.b, token * p.b_stride_t + head);
+    }
+  }
+  return raw;
+}
+
+// Computed by one warp. Beyond the chunk's end beta is 0 and nothing decays.
+__device__ __forceinline__ void compute_gates(const RawGates& raw, float A_log, float dt_bias,
+                                              int32_t length, ChunkGates* gates) {
+  const int32_t lane = threadIdx.x % kWarpSize;
+  float log_g[2] = {0.0f, 0.0f};
+  if (lane == 0) gates->first_bad = kChunk;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t t = 2 * lane + i;
+    float beta = 0.0f;
+    if (t < length) {
+      log_g[i] = log2_gate(A_log, to_float(raw.a[i]), dt_bias);
+      beta = 1.0f / (1.0f + expf(-to_float(raw.b[i])));
+      if (isnan(beta) || isnan(log_g[i])) {
+        beta = 0.0f;  // a column of T, where 0 * NaN would reach earlier tokens
+        atomicMin(&gates->first_bad, t);
+      }
+    }
+    gates->beta[t] = beta;
+  }
+  float total = log_g[0] + log_g[1];
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, total, distance);
+    if (lane >= distance) total += other;
+  }
+  const float before = __shfl_up_sync(0xffffffffu, total, 1);
+  gates->decay[2 * lane] = lane == 0 ? log_g[0] : before + log_g[0];
+  gates->decay[2 * lane + 1] = total;
+}
+
+__device__ __forceinline__ float load_head_value(const void* values, uint32_t head) {
+  return ptx::load_constant(static_cast<const float*>(values) + head);
+}
+
+// ---- what one stage of a route leaves for the next ----------------------------------------------
+
+// Per chunk number and v head: T and P as `Prepare` has them, then ChunkGates.
+constexpr int kPreparedPairs = 2 * kChunk * kChunk * 2;
+constexpr int kGatesPieces = (sizeof(ChunkGates) + 15) / 16;
+constexpr int kPreparedBytes = (kPreparedPairs + kGatesPieces * 16 + 127) / 128 * 128;
+static_assert(kPreparedBytes == 17024, "kernels/__init__.py has the same number");
+
+__device__ __forceinline__ unsigned char* find_prepared(const Params& p, int64_t number,
+                                                        uint32_t head) {
+  return static_cast<unsigned char*>(p.workspace) +
+         (number * p.num_v_heads + head) * kPreparedBytes;
+}
+
+// ---- tiles of bfloat16 in shared memory ---------------------------------------------------------
+
+// Rows of `kBytes`, whose 16-byte pieces are permuted so that one column of pieces lies in
+// different banks: no conflicts for ldmatrix.
+template <int kBytes>
+__device__ __forceinline__ uint32_t swizzle(uint32_t row, uint32_t piece) {
+  static_assert(kBytes % 128 == 0, "a row covers all banks");
+  return row * kBytes + ((piece ^ (row & 7)) << 4);
+}
+
+constexpr int kKeyBytes = 2 * kHeadSize;  // of a row of q or k
+constexpr int kPairBytes = 2 * kChunk;    // of a row of a [64, 64] matrix
+constexpr int kKeysBytes = kChunk * kKeyBytes;
+constexpr int kPairsBytes = kChunk * kPairBytes;
+
+// Fragments of 16 rows and 16 columns, `row` and `piece` those of the upper left corner. `a`: an
+// operand of 16 rows, or, transposed, two operands b of 8 columns each with rows as they lie.
+// `b`: two operands b of 8 columns each, which are rows as they lie.
+template <int kBytes>
+__device__ __forceinline__ uint32_t fragment_a(uint32_t tile, uint32_t row, uint32_t piece) {
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  return tile + swizzle<kBytes>(row + lane % 16, piece + lane / 16);
+}
+
+template <int kBytes>
+__device__ __forceinline__ uint32_t fragment_b(uint32_t tile, uint32_t row, uint32_t piece) {
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  return tile + swizzle<kBytes>(row + lane % 8 + lane / 16 * 8, piece + lane / 8 % 2);
+}
+
+// Eight bfloat16 values that need not be aligned, to shared memory; zeros where `!is_inside`.
+template <bool kAligned>
+__device__ __forceinline__ void copy_piece(uint32_t shared, unsigned char* base, const uint16_t* x,
+                                           bool is_inside) {
+  if constexpr (kAligned) {
+    ptx::copy_async(shared, x, is_inside ? 16 : 0);
+  } else {
+    uint32_t words[4] = {};
+    if (is_inside) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t high = ptx::load_constant(x + 2 * i + 1);
+        words[i] = ptx::load_constant(x + 2 * i) | high << 16;
+      }
+    }
+    *reinterpret_cast<uint4*>(base + shared - ptx::shared_address(base)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+template <bool kAligned>
+__device__ __forceinline__ void store_piece(uint16_t* to, uint4 words) {
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint4*>(to) = words;
+  } else {
+    const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(each[i / 2] >> (i % 2 * 16));
+  }
+}
+
+// The rows of a chunk of q or k, of the head at `offset`, into a swizzled tile; rows beyond the
+// chunk's end become zeros, whatever lies there. By `kThreads` threads, this is number `thread`.
+template <int kThreads, bool kAligned>
+__device__ __forceinline__ void copy_keys(unsigned char* tile, const void* x, int64_t stride_t,
+                                          int64_t offset, Chunk chunk, uint32_t thread) {
+  const uint32_t shared = ptx::shared_address(tile);
+  constexpr int kPieces = kKeyBytes / 16;
+#pragma unroll
+  for (int i = 0; i < kChunk * kPieces / kThreads; ++i) {
+    const uint32_t row = (i * kThreads + thread) / kPieces, piece = thread % kPieces;
+    const bool is_inside = static_cast<int32_t>(row) < chunk.length;
+    const int64_t token = int64_t{chunk.start} + (is_inside ? row : 0);
+    const uint16_t* from = static_cast<const uint16_t*>(x) + token * stride_t + offset + 8 * piece;
+    copy_piece<kAligned>(shared + swizzle<kKeyBytes>(row, piece), tile, from, is_inside);
+  }
+}
+
+}  // namespace fastkernels::gdn_prefill

@@ -1,0 +1,187 @@
+// gdn_prefill, route recurrent: token by token in float32, for sequences of few tokens.
+//
+// Plan: `lanes_per_row` neighbouring lanes share a row of one head's state and each holds
+// `rows_per_lane` rows in registers. A tile of tokens comes into shared memory first, one warp
+// makes its gates, and then each token costs a dot product over the lanes' own columns, a round of
+// shuffles and the update: nothing is loaded from global memory on the way.
+//
+// Shared memory: kSharedBytes. Barriers: three a tile.
+//
+// Constraints: head size 128; num_v_heads a multiple of num_q_heads; blocks as `find_part` has
+// them, for one sequence where there is none. Any lengths, but the time grows with the longest one.
+// In place is safe: a block reads its rows before it writes them, and no other block has them.
+//
+// Macros: FK_LANES_PER_ROW, FK_ROWS_PER_LANE, FK_WARPS; FK_ALIGNED (q, k, v, states in 16-byte
+// pieces); FK_THREADS and FK_SHARED_BYTES, what the launcher gives.
+#include "gdn_prefill/common.cuh"
+
+namespace fastkernels::gdn_prefill {
+namespace {
+
+constexpr int kLanes = FK_LANES_PER_ROW;
+constexpr int kRows = FK_ROWS_PER_LANE;
+constexpr int kThreads = 32 * FK_WARPS;
+constexpr int kRowStep = kThreads / kLanes;  // between the rows of one lane
+constexpr int kBlockRows = kRowStep * kRows;
+constexpr int kSlabs = kHeadSize / kBlockRows;
+static_assert(kSlabs * kBlockRows == kHeadSize, "a head is a whole number of blocks");
+static_assert(kBlockRows % 8 == 0, "a token's values come in pieces of 8");
+constexpr int kPieces = kVectors<kLanes>;
+constexpr int kTile = 32;  // tokens
+
+constexpr int kK = kTile * kKeyBytes;
+constexpr int kV = kK + kTile * kKeyBytes;
+constexpr int kGates = kV + kTile * kBlockRows * 2;
+constexpr int kScratch = kGates + kTile * sizeof(Gates);
+constexpr int kSharedBytes = kScratch + 128;
+static_assert(FK_THREADS == kThreads && FK_SHARED_BYTES == kSharedBytes,
+              "kernels/__init__.py says otherwise");
+
+// `kCount` pieces of 16 bytes a token, from `x` on, row after row into `to`.
+template <int kCount>
+__device__ __forceinline__ void copy_rows(unsigned char* to, const void* x, int64_t stride_t,
+                                          int64_t offset, Chunk tile) {
+  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(tile.length * kCount); i += kThreads) {
+    const int64_t token = int64_t{tile.start} + i / kCount;
+    copy_piece<FK_ALIGNED>(
+        ptx::shared_address(to) + 16 * i, to,
+        static_cast<const uint16_t*>(x) + token * stride_t + offset + i % kCount * 8, true);
+  }
+}
+
+__device__ __forceinline__ Keys<kLanes> load_keys(const unsigned char* shared, int32_t t) {
+  const uint32_t lane = threadIdx.x % kLanes;
+  const auto* q = reinterpret_cast<const uint2*>(shared + t * kKeyBytes);
+  const auto* k = reinterpret_cast<const uint2*>(shared + kK + t * kKeyBytes);
+  Keys<kLanes> keys;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    keys.q[i] = q[i * kLanes + lane];
+    keys.k[i] = k[i * kLanes + lane];
+  }
+  return keys;
+}
+
+struct Block {
+  const Params& p;
+  uint32_t head, q_head, row;  // `row`: the first of this thread's rows of V
+  uint32_t column;             // the first of the block's
+
+  __device__ __forceinline__ uint16_t* output_at(int64_t token) const {
+    return static_cast<uint16_t*>(p.output) + token * p.output_stride_t + head * p.output_stride_h;
+  }
+
+  __device__ __forceinline__ void clear_output(int64_t from, int64_t to) const {
+    for (int64_t i = threadIdx.x; i < (to - from) * kBlockRows; i += kThreads) {
+      output_at(from + i / kBlockRows)[column + i % kBlockRows] = 0;
+    }
+  }
+
+  // A thread's elements of the state in groups of four: `visit(r, i, offset)`.
+  template <typename F>
+  __device__ __forceinline__ void each_piece(F visit) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        visit(r, i, (row + r * kRowStep) * kHeadSize + 4 * (i * kLanes + threadIdx.x % kLanes));
+      }
+    }
+  }
+
+  // Sequences as they come: those that this route is for differ by little.
+  __device__ __forceinline__ void run(int32_t seq) const {
+    unsigned char* shared = ptx::dynamic_shared();
+    Tokens tokens = {0, 0};
+    if (p.num_seqs > 0) {
+      tokens = find_tokens<kThreads>(p, seq, reinterpret_cast<int32_t*>(shared + kScratch));
+    }
+    // Tokens of no sequence stand before the first and after the last.
+    if (seq == 0) clear_output(0, tokens.start);
+    const int64_t end = int64_t{tokens.start} + tokens.length;
+    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
+    if (p.num_seqs == 0) return;
+    const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
+    const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
+    if (!is_slot(read, p.index_words, p.num_slots)) {  // padding
+      clear_output(tokens.start, end);
+      return;
+    }
+    float4 S[kRows][kPieces] = {};
+    if (p.has_state) {
+      const float* state = static_cast<const float*>(p.state) + read.low * p.state_stride_slot +
+                           head * p.state_stride_h;
+      each_piece([&](int r, int i, uint32_t offset) {
+        const float* x = state + offset;
+        S[r][i] = FK_ALIGNED ? ptx::load(x) : make_float4(x[0], x[1], x[2], x[3]);
+      });
+    }
+    for (int32_t first = 0; first < tokens.length; first += kTile) {
+      advance(S, {tokens.start + first, min(tokens.length - first, kTile)}, shared);
+    }
+    if (!is_slot(write, p.index_words, p.num_slots)) return;
+    float* new_state = static_cast<float*>(p.new_state) + write.low * p.new_state_stride_slot +
+                       head * p.new_state_stride_h;
+    each_piece([&](int r, int i, uint32_t offset) {
+      float* x = new_state + offset;
+      if constexpr (FK_ALIGNED) {
+        ptx::store(x, S[r][i]);
+      } else {
+        x[0] = S[r][i].x;
+        x[1] = S[r][i].y;
+        x[2] = S[r][i].z;
+        x[3] = S[r][i].w;
+      }
+    });
+  }
+
+ private:
+  __device__ __forceinline__ void advance(float4 (&S)[kRows][kPieces], Chunk tile,
+                                          unsigned char* shared) const {
+    auto* gates = reinterpret_cast<Gates*>(shared + kGates);
+    const auto* v = reinterpret_cast<const uint16_t*>(shared + kV);
+    copy_rows<kKeyBytes / 16>(shared, p.q, p.q_stride_t, q_head * p.q_stride_h, tile);
+    copy_rows<kKeyBytes / 16>(shared + kK, p.k, p.k_stride_t, q_head * p.k_stride_h, tile);
+    copy_rows<kBlockRows / 8>(shared + kV, p.v, p.v_stride_t, head * p.v_stride_h + column, tile);
+    ptx::copy_commit();
+    if (static_cast<int32_t>(threadIdx.x) < tile.length) {
+      const int64_t token = int64_t{tile.start} + threadIdx.x;
+      gates[threadIdx.x] = gdn::compute_gates(
+          load_head_value(p.A_log, head), to_float(load_bf16(p.a, token * p.a_stride_t + head)),
+          load_head_value(p.dt_bias, head), to_float(load_bf16(p.b, token * p.b_stride_t + head)));
+    }
+    ptx::copy_wait<0>();
+    __syncthreads();
+
+    Keys<kLanes> keys = load_keys(shared, 0);
+    for (int32_t t = 0; t < tile.length; ++t) {
+      const Keys<kLanes> next = load_keys(shared, min(t + 1, tile.length - 1));
+      uint16_t values[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        values[r] = v[t * kBlockRows + row - column + r * kRowStep];
+      }
+      float output[kRows];
+      step_rows<kLanes>(S, keys, values, gates[t], p.scale, output);
+      if (threadIdx.x % kLanes == 0) {
+        uint16_t* to = output_at(int64_t{tile.start} + t) + row;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) to[r * kRowStep] = ptx::to_bf16(output[r]);
+      }
+      keys = next;
+    }
+    __syncthreads();  // before the next tile takes the place of this one
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    gdn_prefill_recurrent(const __grid_constant__ Params p) {
+  const Part part = find_part<kSlabs>(p);
+  const uint32_t column = part.slab * kBlockRows;
+  const Block block{p, part.head, part.q_head, column + threadIdx.x / kLanes, column};
+  block.run(part.position);
+}
+
+}  // namespace fastkernels::gdn_prefill

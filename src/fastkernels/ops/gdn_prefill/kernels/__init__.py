@@ -1,0 +1,216 @@
+"""Compiled kernels of gdn_prefill as data; device code stands beside this file and in csrc/.
+
+A sequence's state is split into slabs of `rows` rows of V, which pass through its chunks of 64
+tokens alone. `tile` is the rows, and the bytes of workspace for each chunk of each value head (0
+where a route is one launch).
+
+Route `triton_fused`, one launch: blocks (slab, value head, sequence), slabs fastest, along x:
+`128 / rows * num_v_heads * max(num_seqs, 1)`. Also without sequences, unless there is no token
+either: tokens of no sequence get their zeros from the first and the last sequence's blocks.
+Variant `aligned`: q, k, v, output, state and new_state start at multiples of 16 bytes and so does
+each of their rows; variant `any` assumes the alignment of an element.
+
+Route `triton_split`, two launches over one workspace: `prepare`, blocks (value head, chunk number),
+heads fastest, along x: `num_v_heads * chunk_bound(num_tokens, num_seqs)`; then `chain` with the
+grid of `triton_fused`. `chain` waits by itself (griddepcontrol) before it reads the workspace, so
+it may be launched with programmatic stream serialization; `prepare` may not. Without a chunk (the
+bound is 0) only `chain` is launched. Variants as above, `prepare_any` and `chain_any` for any
+alignment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastkernels.core.kernels import Kernel
+
+OP = "gdn_prefill"
+ARCHS = ("sm90", "sm100")
+HEAD_SIZE = 128
+CHUNK = 64
+
+ENTRY_BYTES = 2 * (2 * CHUNK * CHUNK) + 3 * (4 * CHUNK)
+"""Of a chunk and value head in the workspace of `triton_split`: T and P as [64, 64] bfloat16; as
+float32 for each token the decays from the chunk's start to it and from it to the chunk's end; and
+whether the chunk is dirty (1 or 0), padded to 256 bytes."""
+
+
+def chunk_bound(num_tokens: int, num_seqs: int) -> int:
+    """What numbers of chunks stay below; see csrc/gdn_prefill/params.h."""
+    return num_tokens // CHUNK + num_seqs
+
+
+def workspace_bytes(num_tokens: int, num_seqs: int, num_v_heads: int) -> int:
+    """What `triton_split` needs; `[chunk_bound, num_v_heads, ENTRY_BYTES]`, 256-byte aligned."""
+    return chunk_bound(num_tokens, num_seqs) * num_v_heads * ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """`lanes_per_row` lanes share a row of K, each holds `rows_per_lane` rows, `warps` warps make a
+    block."""
+
+    lanes_per_row: int
+    rows_per_lane: int
+    warps: int
+
+    def __post_init__(self) -> None:
+        if self.lanes_per_row not in (4, 8, 16, 32):
+            raise ValueError(f"knob 'lanes_per_row' is {self.lanes_per_row}, expected 4, 8, 16, 32")
+        if self.rows_per_lane not in (1, 2, 4) or self.warps not in (1, 2, 4, 8):
+            raise ValueError("knobs 'rows_per_lane' and 'warps' are 1, 2, 4 (8) at most")
+        if self.rows_per_block not in (8, 16, 32, 64, 128):
+            raise ValueError(f"a block would take {self.rows_per_block} rows, expected 8 to 128")
+
+    @property
+    def rows_per_block(self) -> int:
+        return 32 // self.lanes_per_row * self.rows_per_lane * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        tokens = 32  # of a tile
+        return tokens * (2 * 2 * HEAD_SIZE + 2 * self.rows_per_block + 8) + 128
+
+
+KEYS_BYTES = 2 * CHUNK * HEAD_SIZE  # of q or k of a chunk
+PAIRS_BYTES = 2 * CHUNK * CHUNK  # of T or P
+GATES_BYTES = 528
+SYSTEM_BYTES = 4 * CHUNK * (CHUNK + 4)  # of A, and of its inverse
+
+
+@dataclass(frozen=True)
+class ChunkFused:
+    """A block takes `rows_per_block` rows."""
+
+    rows_per_block: int
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows_per_block)
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = 2
+        return _shared_bytes(self.rows_per_block, stages, pair_stages=1) + 2 * SYSTEM_BYTES
+
+
+@dataclass(frozen=True)
+class ChunkSplit:
+    """A block of the chain takes `rows_per_block` rows and has the inputs of `stages` chunks in
+    shared memory."""
+
+    rows_per_block: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows_per_block)
+        if self.stages not in (2, 3, 4) or self.shared_bytes > 227 * 1024:
+            raise ValueError(
+                f"knob 'stages' is {self.stages}, expected 2, 3 or 4, as many as a block's shared "
+                "memory holds"
+            )
+
+    @property
+    def shared_bytes(self) -> int:
+        return _shared_bytes(self.rows_per_block, self.stages, pair_stages=self.stages)
+
+
+PREPARE_SHARED_BYTES = 2 * KEYS_BYTES + 2 * PAIRS_BYTES + GATES_BYTES + SYSTEM_BYTES + 128
+
+PREPARED_BYTES = 17024
+"""Of a chunk and value head in the workspace of `chunk_split`: `kPreparedBytes` of
+csrc/gdn_prefill/common.cuh."""
+
+
+def _check_rows(rows: int) -> None:
+    if rows not in (16, 32, 64):
+        raise ValueError(f"knob 'rows_per_block' is {rows}, expected 16, 32 or 64")
+
+
+def _shared_bytes(rows: int, stages: int, pair_stages: int) -> int:
+    """`Sequence::kSharedBytes` of csrc/gdn_prefill/sequence.cuh; the compiler compares them."""
+    values = CHUNK * (2 * rows + 16)  # of v or the output, with a pitch
+    exchange = 2 * 2 * rows * HEAD_SIZE + 3 * 2 * rows * CHUNK + values + 2 * 4 * rows
+    stage = 2 * KEYS_BYTES + values + GATES_BYTES
+    return stages * stage + pair_stages * 2 * PAIRS_BYTES + exchange + 128
+
+
+@dataclass(frozen=True)
+class TritonFused:
+    """`warps` warps take `rows` rows of a state through a sequence, with room for the inputs of
+    `stages` chunks."""
+
+    rows: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check(self.rows, {"warps": self.warps}, self.stages)
+
+
+@dataclass(frozen=True)
+class TritonSplit:
+    """`prepare_warps` warps make the matrices of a chunk, `chain_warps` warps take `rows` rows of a
+    state through a sequence, with room for the inputs of `stages` chunks."""
+
+    rows: int
+    prepare_warps: int
+    chain_warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        warps = {"prepare_warps": self.prepare_warps, "chain_warps": self.chain_warps}
+        _check(self.rows, warps, self.stages)
+
+
+def _check(rows: int, warps: dict[str, int], stages: int) -> None:
+    if rows not in (16, 32, 64, 128):
+        raise ValueError(f"knob 'rows' is {rows}, expected 16, 32, 64 or 128")
+    for name, value in warps.items():
+        if value not in (4, 8):
+            raise ValueError(f"knob {name!r} is {value}, expected 4 or 8")
+        # 4 warps would hold 128 registers of state a thread, and spill others.
+        if name != "prepare_warps" and rows == 128 and value == 4:
+            raise ValueError(f"knob {name!r} is 4, expected 8 where 'rows' is 128")
+    if stages not in (1, 2, 3, 4):
+        raise ValueError(f"knob 'stages' is {stages}, expected 1, 2, 3 or 4")
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        OP, "recurrent", "cuda", ARCHS, Recurrent(8, 1, 4), "gdn_prefill/recurrent.cu",
+        tile=lambda c: (c.rows_per_block, 0),
+        launch_shape=lambda c, _: (32 * c.warps, c.shared_bytes),
+        candidates={
+            "lanes_per_row": (4, 8, 16), "rows_per_lane": (1, 2), "warps": (1, 2, 4, 8),
+        },
+    ),
+    Kernel(
+        OP, "chunk_fused", "cuda", ARCHS, ChunkFused(16), "gdn_prefill/chunk_fused.cu",
+        tile=lambda c: (c.rows_per_block, 0),
+        launch_shape=lambda c, _: (256, c.shared_bytes),
+        candidates={"rows_per_block": (16, 32, 64)},
+    ),
+    Kernel(
+        OP, "chunk_split", "cuda", ARCHS, ChunkSplit(16, 3), "gdn_prefill/chunk_split.cu",
+        tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
+        launch_shape=lambda c, variant: (
+            256, PREPARE_SHARED_BYTES if "prepare" in variant else c.shared_bytes,
+        ),
+        variants=("prepare", "prepare_any", "chain", "chain_any"),
+        candidates={"rows_per_block": (16, 32, 64), "stages": (2, 3, 4)},
+    ),
+    Kernel(
+        OP, "triton_fused", "triton", ARCHS, TritonFused(64, 8, 2), "triton_chunks.py",
+        tile=lambda c: (c.rows, 0),
+        candidates={"rows": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3)},
+    ),
+    Kernel(
+        OP, "triton_split", "triton", ARCHS, TritonSplit(64, 4, 4, 2), "triton_chunks.py",
+        tile=lambda c: (c.rows, ENTRY_BYTES),
+        variants=("prepare", "prepare_any", "chain", "chain_any"),
+        candidates={
+            "rows": (16, 32, 64, 128), "prepare_warps": (4, 8), "chain_warps": (4, 8),
+            "stages": (1, 2, 3),
+        },
+    ),
+)  # fmt: skip
