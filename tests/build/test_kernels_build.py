@@ -59,7 +59,7 @@ def kernel(name: str = "toy_rows", language: str = "triton", **changes: Any) -> 
         "tile": lambda c: (c.warps,),
     }
     if language == "cuda":
-        fields["launch_shape"] = lambda c: (32 * c.warps, 0)
+        fields["launch_shape"] = lambda c, _: (32 * c.warps, 0)
     return Kernel(name=name, language=language, **(fields | changes))
 
 

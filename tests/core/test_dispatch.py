@@ -52,6 +52,32 @@ def test_a_table_regime_decides(tables: Path) -> None:
     assert selection.config == toy.Knobs(tile=32, fast=True)
 
 
+def test_a_selection_holds_for_its_regime(tables: Path) -> None:
+    """What is remembered beyond the sizes of a call: the box of the table, if the route serves both
+    ends of it; the sizes alone where no regime decided."""
+
+    def ranges(problem: ProblemKey) -> Any:
+        return dispatch._ranges(problem, dispatch.choose(OPERATOR, problem))
+
+    assert ranges(key(3)) == {"rows": (1, 8), "cols": (1, 1000)}
+    assert ranges(key(10)) == {"rows": (9, 100), "cols": (1, 1000)}
+    assert ranges(key(101)) == {}  # beyond the table
+    assert ranges(key(3, heads=2)) == {}  # a fallback that it names
+    assert ranges(key(11)) == {}  # the safe route, since the regime's declines
+    assert ranges(key(3, named_device("b200"))) == {}  # no table
+    forced = dispatch.Selection(toy.SMALL, toy.Knobs(), "forced by force_route")
+    assert dispatch._ranges(key(3), forced) == {}
+
+
+def test_a_selection_holds_for_its_sizes_alone_where_an_end_is_declined(tables: Path) -> None:
+    path = tables / "toy" / "sm90-h200.toml"
+    path.write_text(TABLE.replace("rows = [9, 100]", "rows = [9, 91]"))
+    dispatch.reload_tables()
+    selection = dispatch.choose(OPERATOR, key(10))
+    assert selection.route is toy.TILED
+    assert dispatch._ranges(key(10), selection) == {}
+
+
 def test_a_declining_route_is_replaced_with_a_reason(tables: Path, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "fastkernels"):
         selection = dispatch.select(OPERATOR, key(11))

@@ -1,0 +1,58 @@
+"""CUDA kernels of csrc/ on a CPU: their own source, compiled by the host's compiler against
+`cuda_block.h` and another `common/ptx_sm90.cuh`, and run thread by thread.
+
+It shows what the kernels compute, races between warps included (blocks and warps take turns by a
+seed, asynchronous copies land as late as they may), and says nothing about time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastkernels.core import toolchain
+from fastkernels.core.kernels import Kernel, csrc_folder
+
+HERE = Path(__file__).parent
+C_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+FIELD = re.compile(r"^  (?:const )?(void|int32_t|int64_t|float)(\*?) ([\w, ]+);", re.MULTILINE)
+
+
+def compile_kernel(kernel: Kernel, config: Any, variant: str, folder: Path) -> Any:
+    """The kernel as a C function `(params, blocks, threads, seed)`."""
+    # What nvcc is told, without the architecture.
+    flags = toolchain._nvcc_flags(kernel, config, "sm90", variant)
+    name = re.sub(r"\W+", "-", f"{kernel.name}-{config}-{variant}")
+    target = folder / f"{name}.so"
+    command: list[str | Path] = [
+        "g++", "-std=c++17", "-O2", "-shared", "-fPIC",
+        "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-unused-variable",
+        *(flag for flag in flags if flag.startswith("-DFK_")),
+        f"-DEMULATED_SOURCE=\"{kernel.source}\"",
+        f"-DEMULATED_NAMESPACE=fastkernels::{kernel.op}",
+        f"-DEMULATED_KERNEL={kernel.op}_{kernel.name}",
+        "-I", HERE, "-I", csrc_folder(),
+        "-isystem", toolchain.cuda_include(toolchain.find_nvcc()),
+        "-o", target, HERE / "kernel.cc",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(target)).emulate
+
+
+def params_of(op: str, values: dict[str, Any]) -> ctypes.Structure:
+    """`Params` of csrc/<op>/params.h; tensors become addresses, None a null pointer."""
+    text = (csrc_folder() / op / "params.h").read_text()
+    text = text.split("struct Params {")[1].split("\n};")[0]
+    fields: list[tuple[str, Any]] = []
+    for kind, pointer, names in FIELD.findall(text):
+        c_type = ctypes.c_void_p if pointer else C_TYPES[kind]
+        fields += [(name, c_type) for name in names.split(", ")]
+    assert [name for name, _ in fields] == list(values), "the struct's fields, in their order"
+    structure = type("Params", (ctypes.Structure,), {"_fields_": fields})
+    return structure(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values.values()))

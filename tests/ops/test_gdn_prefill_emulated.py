@@ -1,0 +1,246 @@
+"""CUDA kernels of gdn_prefill on a CPU (tests/emulator), against the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastkernels.core.kernels import Kernel
+from fastkernels.ops._shared.gdn import resolve_scale
+from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
+from fastkernels.ops.gdn_prefill.kernels import (
+    HEAD_SIZE,
+    KERNELS,
+    ChunkFused,
+    ChunkSplit,
+    Recurrent,
+    chunk_bound,
+)
+from fastkernels.ops.gdn_prefill.problem import Inputs
+from fastkernels.ops.gdn_prefill.reference import reference
+from fastkernels.testing.compare import clone
+from tests.emulator import compile_kernel, params_of
+
+pytestmark = pytest.mark.toolchain
+
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+# Each kernel with few and with many rows a block.
+CONFIGS: dict[str, tuple[str, Any]] = {
+    "recurrent-8-lanes": ("recurrent", Recurrent(8, 1, 4)),
+    "recurrent-4-lanes": ("recurrent", Recurrent(4, 2, 2)),
+    "fused-16": ("chunk_fused", ChunkFused(16)),
+    "fused-64": ("chunk_fused", ChunkFused(64)),
+    "split-16": ("chunk_split", ChunkSplit(16, 4)),
+    "split-32": ("chunk_split", ChunkSplit(32, 2)),
+}
+Emulate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def values_of(inputs: Inputs, output: Tensor, new_state: Tensor, workspace: Tensor) -> Any:
+    """The fields of csrc/gdn_prefill/params.h, as binding.cc fills them."""
+    q, k, v, read = inputs.q, inputs.k, inputs.v, inputs.read_indices
+    write = read if inputs.write_indices is None else inputs.write_indices
+    state = new_state if inputs.state is None else inputs.state
+    words = {torch.int32: 1, torch.int64: 2}
+    return params_of("gdn_prefill", {
+        "q": q, "k": k, "v": v, "state": inputs.state, "A_log": inputs.A_log, "a": inputs.a,
+        "dt_bias": inputs.dt_bias, "b": inputs.b, "cu_seqlens": inputs.cu_seqlens,
+        "read_indices": read, "write_indices": write, "output": output, "new_state": new_state,
+        "workspace": workspace,
+        "q_stride_t": q.stride(0), "q_stride_h": q.stride(1),
+        "k_stride_t": k.stride(0), "k_stride_h": k.stride(1),
+        "v_stride_t": v.stride(0), "v_stride_h": v.stride(1),
+        "state_stride_slot": state.stride(0), "state_stride_h": state.stride(1),
+        "a_stride_t": inputs.a.stride(0), "b_stride_t": inputs.b.stride(0),
+        "cu_stride": inputs.cu_seqlens.stride(0),
+        "read_stride": 0 if read is None else read.stride(0),
+        "write_stride": 0 if write is None else write.stride(0),
+        "output_stride_t": output.stride(0), "output_stride_h": output.stride(1),
+        "new_state_stride_slot": new_state.stride(0), "new_state_stride_h": new_state.stride(1),
+        "num_tokens": q.shape[0], "num_seqs": inputs.cu_seqlens.shape[0] - 1,
+        "num_q_heads": q.shape[1], "num_v_heads": v.shape[1], "num_slots": new_state.shape[0],
+        "has_state": inputs.state is not None, "offset_words": words[inputs.cu_seqlens.dtype],
+        "index_words": 0 if read is None else words[read.dtype],
+        "scale": resolve_scale(inputs.scale, HEAD_SIZE),
+    })  # fmt: skip
+
+
+def is_aligned(tensors: tuple[Tensor, ...]) -> bool:
+    return all(
+        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+@pytest.fixture(scope="module")
+def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    folder = tmp_path_factory.mktemp("emulated")
+    compiled: dict[Any, Any] = {}
+
+    def function(kernel: Kernel, config: Any, variant: str) -> Any:
+        identity = (kernel.name, config, variant)
+        if identity not in compiled:
+            compiled[identity] = compile_kernel(kernel, config, variant, folder)
+        return compiled[identity]
+
+    def run(name: str, inputs: Inputs, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Outputs of a config of CONFIGS, over NaN."""
+        route, config = CONFIGS[name]
+        kernel = KERNEL[route]
+        num_tokens, num_v_heads = inputs.v.shape[:2]
+        num_seqs = inputs.cu_seqlens.shape[0] - 1
+        output = torch.full(inputs.v.shape, math.nan, dtype=torch.bfloat16)
+        if inputs.inplace or inputs.read_indices is not None:
+            assert inputs.state is not None
+            new_state = inputs.state
+        else:
+            new_state = torch.full((num_seqs, num_v_heads, HEAD_SIZE, HEAD_SIZE), math.nan)
+        entries = chunk_bound(num_tokens, num_seqs) * num_v_heads
+        rows, entry_bytes = kernel.tile(config)
+        memory = torch.full((entries * entry_bytes + 256,), 255, dtype=torch.uint8)
+        workspace = memory[-memory.data_ptr() % 256 :]
+        params = ctypes.byref(values_of(inputs, output, new_state, workspace))
+        state = new_state if inputs.state is None else inputs.state
+        used = (inputs.q, inputs.k, inputs.v, output, state, new_state)
+        blocks = num_v_heads * (HEAD_SIZE // rows) * max(num_seqs, 1)
+        variants = list(kernel.variants)
+        for variant in variants[0 if is_aligned(used) else 1 :: 2]:
+            assert kernel.launch_shape is not None
+            threads = kernel.launch_shape(config, variant)[0]
+            count = entries if "prepare" in variant else blocks
+            function(kernel, config, variant)(params, count, threads, seed)
+        return output, new_state
+
+    return run
+
+
+def assert_judged(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
+    errors = reference(inputs).judge(outputs)
+    assert all(error.ok for error in errors), "; ".join(map(str, errors))
+
+
+def small(case: Case) -> Case:
+    """The case on few heads of the size that kernels serve."""
+    few: dict[str, Any] = {"num_q_heads": 1, "num_v_heads": 2} if case.num_v_heads == 8 else {}
+    return dataclasses.replace(case, head_size=HEAD_SIZE, **few)
+
+
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
+def test_cases(emulate: Emulate, case: Case, name: str) -> None:
+    inputs = make_inputs(small(case))
+    given = clone(inputs)
+    assert_judged(given, emulate(name, inputs))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_schedules(emulate: Emulate, name: str) -> None:
+    """Whatever order blocks and warps run in: the same bits."""
+    inputs = make_inputs(Case("order", (70, 0, 200), num_q_heads=1, num_v_heads=1, seed=7))
+    first = emulate(name, inputs)
+    for seed in range(1, 6):
+        again = emulate(name, inputs, seed)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
+    """Sequences are found in tiles of as many as a block has threads."""
+    lengths = tuple(int(i % 50 == 7) for i in range(300)) + (130, 0, 5)
+    inputs = make_inputs(Case("many", lengths, num_q_heads=1, num_v_heads=1, seed=3))
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+OFFSETS = {
+    "decreasing": [0, 70, 20, 90, 100],
+    "negative": [-5, 30, 30, -(2**40), 100],
+    "beyond": [0, 30, 2**40 + 3, 40, 100],
+    "late start": [10, 30, 31, 40, 90],
+}
+
+
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
+def test_offsets_are_not_trusted(emulate: Emulate, offsets: list[int], name: str) -> None:
+    inputs = make_inputs(Case("o", (25, 25, 25, 25), num_q_heads=1, num_v_heads=1, seed=4))
+    inputs = inputs._replace(cu_seqlens=torch.tensor(offsets))
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
+    def shifted(t: Tensor) -> Tensor:
+        return torch.cat((t.reshape(-1)[:1], t.reshape(-1)))[1:].view(t.shape)
+
+    inputs = make_inputs(Case("shifted", (70, 1), num_q_heads=1, num_v_heads=1, seed=5))
+    assert inputs.state is not None
+    inputs = inputs._replace(
+        q=shifted(inputs.q), k=shifted(inputs.k), v=shifted(inputs.v), state=shifted(inputs.state)
+    )
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+@pytest.mark.parametrize("name", ["fused-64", "split-32"])
+@pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
+@pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_behind(
+    emulate: Emulate, name: str, argument: str, token: int, value: float
+) -> None:
+    """Earlier tokens and other sequences keep their bits; the token itself and, but for q, what
+    follows and the state are not finite, where the recurrence has them so."""
+    inputs = make_inputs(Case("nan", (100, 30), num_q_heads=1, num_v_heads=1, seed=6))
+    clean = emulate(name, inputs)
+    dirty = clone(inputs)
+    getattr(dirty, argument)[token].fill_(value)
+    output, new_state = emulate(name, dirty)
+    assert torch.equal(output[:token], clean[0][:token])
+    assert torch.equal(output[100:], clean[0][100:])
+    assert torch.equal(new_state[1], clean[1][1])
+    expected = reference(dirty)
+    is_nan = ~expected.output.isfinite()
+    assert not output[is_nan].isfinite().any()
+    assert not new_state[~expected.new_state.isfinite()].isfinite().any()
+    if argument == "q":
+        assert torch.equal(new_state, clean[1])
+        assert torch.equal(output[token + 1 :], clean[0][token + 1 :])
+
+
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
+def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
+    """Rows after a sequence's end belong to the next one and are not read as its own."""
+    inputs = make_inputs(Case("n", (70, 30, 20), num_q_heads=1, num_v_heads=1, seed=8))
+    clean = emulate(name, inputs)
+    dirty = clone(inputs)
+    for x in (dirty.q, dirty.k, dirty.v, dirty.a, dirty.b):
+        x[70:100] = math.nan
+    output, new_state = emulate(name, dirty)
+    for got, want in ((output[:70], clean[0][:70]), (output[100:], clean[0][100:])):
+        assert torch.equal(got, want)
+    assert torch.equal(new_state[[0, 2]], clean[1][[0, 2]])
+
+
+@pytest.mark.parametrize("name", ["fused-16", "split-32"])
+def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
+    """Errors of 40 chunks do not add up, where nearly nothing is forgotten."""
+    inputs = make_inputs(Case("slow", (2560,), num_q_heads=1, num_v_heads=1, seed=9, gates="slow"))
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+def test_shared_memory_fits(tmp_path: Path) -> None:
+    """Every config that a tuner may try fits a block; those that do not are refused."""
+    for kernel in KERNELS:
+        if kernel.language == "cuda":
+            assert kernel.launch_shape is not None
+            for variant in kernel.variants:
+                assert kernel.launch_shape(kernel.config, variant)[1] <= 227 * 1024
+    with pytest.raises(ValueError, match="stages"):
+        ChunkSplit(64, 3)
