@@ -15,16 +15,18 @@ import torch
 
 from bench import facts, floor
 from bench.peers import TOLERANCE, Found, Peer
-from bench.sets import SETS, Sets, Verdict, by_oracle, check, num_sets
+from bench.sets import SETS, Sets, Verdict, check, forced, num_sets
 from bench.summary import finite, summarise
+from fastkernels import catalog
 from fastkernels.core import dispatch
+from fastkernels.core.problem import ProblemKey
 from fastkernels.core.route import Operator
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing import cupti, timing
 from fastkernels.testing.compare import as_tuple, clone
 from fastkernels.testing.workloads import Workloads
 
-OURS = "ours"
+OURS, ADAPTED, ROUTE = "ours", "adapted:", "route:"
 PROTOCOL = {
     "timer": "cupti", "l2": "cold", "order": "interleaved", "statistic": "median",
     "inputs": f"fresh pool of {SETS}",
@@ -33,14 +35,14 @@ HOST = (
     "host_us (outputs allocated) and host_out_us (outputs given): microseconds until an eager call"
     " returns, without synchronisation, no profiler attached, in inference mode, without garbage"
     " collection; median of 7 rounds over all (axes, mode), each the median of 3 batches of up to"
-    " 200 calls (fewer where a GPU would fall 10 ms behind) after 10 that are not counted; copied"
-    " to the rows of it; not of the gap list"
+    " 200 calls (fewer where these take 10 ms) after 10 that are not counted; copied to the rows of"
+    " it; not of the gap list"
 )
 HOST_ROUNDS, HOST_BATCHES = 7, 3
 # Rows around a table's boundaries, whose host time is that of their neighbours.
 UNHOSTED = "gap"
-# Bytes that a GPU moves in 10 ms: a longer queue slows a launch down.
-QUEUED_BYTES = 40e9
+# A GPU that falls further behind slows a launch down.
+LONGEST_BATCH_S = 0.01
 
 
 class RowFailed(Exception):
@@ -49,7 +51,8 @@ class RowFailed(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how thoroughly. `trials`: judged calls on fresh draws before timing."""
+    """What to measure, and how thoroughly. `trials`: judged calls on fresh draws before timing.
+    `variants`: beside the route that serves a row, each other one with its default config."""
 
     device: torch.device
     iterations: int = 30
@@ -57,14 +60,24 @@ class Options:
     budget_s: float = 1e9
     host_calls: int = 200
     growth_calls: int = 10_000
+    variants: bool = False
 
 
 class _HostCalls(NamedTuple):
-    """Calls of one (axes, mode) by name, and how many make a batch."""
+    """Calls of one (axes, mode) by name, each with how many make a batch."""
 
     label: str
-    num_calls: int
-    calls: dict[str, Callable[[], object]]
+    calls: dict[str, tuple[Callable[[], object], int]]
+
+
+class _Judged(NamedTuple):
+    """A route or peer beside ours, ready to be timed."""
+
+    variant: cupti.Variant
+    verdict: Verdict
+    config: dict[str, Any] | None = None  # a route's
+    adapted: cupti.Variant | None = None  # a peer's, from our inputs on
+    is_timed: bool = True
 
 
 @dataclass
@@ -105,9 +118,9 @@ class Bench:
         with torch.inference_mode():
             for _ in range(HOST_ROUNDS):
                 for identity, each in timed.items():
-                    for name, call in tuple(each.calls.items()):
+                    for name, (call, count) in tuple(each.calls.items()):
                         try:
-                            us = timing.host_us(call, synchronize, each.num_calls, HOST_BATCHES)
+                            us = timing.host_us(call, synchronize, count, HOST_BATCHES)
                         except Exception as error:
                             synchronize()  # raises if the device is lost
                             del each.calls[name]
@@ -132,11 +145,8 @@ class Bench:
         work, function = self.work, self.operator.function
         inputs = work.fresh_inputs(case, case.seed, self.options.device)
         live, out = work.live(inputs)._asdict(), work.outputs(inputs)
-        selection = _served(partial(function, **live))
+        _, selection = _served(partial(function, **live))
         call = _as_written(self.operator, live)
-        count = min(self.options.host_calls, int(QUEUED_BYTES / work.moved_bytes(case)) + 1)
-        if selection.route.language == "torch":  # many launches must not fill the queue
-            count = count // 10 + 1
         calls: dict[str, Callable[[], object]] = {
             "host_us": call,
             "host_out_us": partial(call, out=out if len(out) > 1 else out[0]),
@@ -152,11 +162,21 @@ class Bench:
                 torch.cuda.synchronize(self.options.device)
                 self.say(f"host of {peer.name}, {case.axes}: {cupti.describe(error)}")
         with torch.inference_mode():
-            for each in calls.values():
-                for _ in range(20):
-                    each()
-        label = f"{_sizes(case)} {case.mode} ({selection.route.name})"
-        return _HostCalls(label, count, calls)
+            counted = {name: (each, self._batch(each)) for name, each in calls.items()}
+        return _HostCalls(f"{_sizes(case)} {case.mode} ({selection.route.name})", counted)
+
+    def _batch(self, call: Callable[[], object]) -> int:
+        """How many calls make a batch: as many as `LONGEST_BATCH_S` has room for, launches and GPU
+        together."""
+        warm_up = 20
+        for _ in range(2):
+            torch.cuda.synchronize(self.options.device)
+            start = time.perf_counter()
+            for _ in range(warm_up):
+                call()
+            torch.cuda.synchronize(self.options.device)
+        seconds = (time.perf_counter() - start) / warm_up
+        return min(self.options.host_calls, int(LONGEST_BATCH_S / seconds) + 1)
 
     def _growth(self, cases: Sequence[Case]) -> dict[str, Any]:
         case = min(cases, key=lambda case: self.work.moved_bytes(case))
@@ -216,10 +236,15 @@ class Bench:
         drawn = [work.fresh_inputs(case, case.seed + i, device) for i in range(1, count)]
         sets = Sets(work, case, [own, *drawn])
         verdict = Verdict()
-        selection = self._gate(case, sets, verdict)
+        key, selection = self._gate(case, sets, verdict)
         variants = {OURS: sets.variant(self.operator.function, verdict)}
         judged, left_out = self._peers(case, sets)
-        variants |= {name: variant for name, (variant, _) in judged.items()}
+        for name, peer in judged.items():
+            variants[name] = peer.variant
+            if peer.adapted is not None:
+                variants[ADAPTED + name] = peer.adapted
+        routes = self._routes(key, selection, sets) if self.options.variants else {}
+        variants |= {ROUTE + name: each.variant for name, each in routes.items() if each.is_timed}
         variants |= self._floors(case, len(sets))
         timings, errors = cupti.measure(
             variants, recorder, iterations=self.options.iterations, seed=case.seed
@@ -241,11 +266,12 @@ class Bench:
         fastest = min(floors, key=lambda name: floors[name], default=None)
         kind = "update" if work.updates(case) else "copy"
         bytes_ = work.moved_bytes(case)
-        return {
+        row = {
             "list": listed,
             "id": _id(case),
             "axes": case.axes,
             "mode": case.mode,
+            "work": work.details(case),
             "route": selection.route.name,
             "config": dataclasses.asdict(selection.config),
             "us": ours.us.to_dict(),
@@ -270,20 +296,27 @@ class Bench:
                 if case.mode in peer.modes
             },
         }  # fmt: skip
+        if self.options.variants:
+            own = _Judged(variants[OURS], verdict, dataclasses.asdict(selection.config))
+            row["variants"] = {selection.route.name: _route(own, ours)} | {
+                name: _route(each, timings.get(ROUTE + name)) for name, each in routes.items()
+            }
+        return row
 
-    def _gate(self, case: Case, sets: Sets, verdict: Verdict) -> dispatch.Selection:
+    def _gate(
+        self, case: Case, sets: Sets, verdict: Verdict
+    ) -> tuple[ProblemKey, dispatch.Selection]:
         """Our results on the row's own inputs (by the oracle where it is affordable), on the other
         sets, and on fresh draws. Raises RowFailed."""
         function, work = self.operator.function, self.work
         variant = sets.variant(function, verdict)
+        given, result = clone(sets.inputs[0]), list[Any]()
+        key, selection = _served(lambda: result.append(function(**given._asdict())))
+        expected, outputs = sets.expected[0], as_tuple(result[0])
         if work.oracle(case):
-            given = clone(sets.inputs[0])
-            result: list[Any] = []
-            selection = _served(lambda: result.append(function(**given._asdict())))
-            pristine, outputs = sets.inputs[0], as_tuple(result[0])
-            verdict.add(by_oracle(self.operator, pristine, outputs, bool(case.source)))
-        else:
-            selection = _served(partial(check, variant, 0))
+            expected = catalog.module(self.operator.name, "reference").reference(sets.inputs[0])
+        official = expected.judge_official(outputs) if case.source else []
+        verdict.add([*expected.judge(outputs), *official])
         for which in range(len(sets)):
             check(variant, which)
         for trial in range(self.options.trials):
@@ -294,29 +327,51 @@ class Bench:
             raise RowFailed(f"wrong: {verdict}: {verdict.errors}")
         if selection.table is not None:
             self.table = selection.table.path
-        return selection
+        return key, selection
 
-    def _peers(
-        self, case: Case, sets: Sets
-    ) -> tuple[dict[str, tuple[cupti.Variant, Verdict]], dict[str, str]]:
+    def _peers(self, case: Case, sets: Sets) -> tuple[dict[str, _Judged], dict[str, str]]:
         """Peers that compute this row's numbers, ready to be timed, and why others are left out."""
-        judged: dict[str, tuple[cupti.Variant, Verdict]] = {}
+        judged: dict[str, _Judged] = {}
         left_out: dict[str, str] = {}
         for peer in self.peers.peers:
             if case.mode not in peer.modes:
                 continue
             verdict = Verdict(TOLERANCE)
             try:
-                variant = _peer_variant(peer, case, sets, verdict)
+                found = _bound(peer, case, sets, verdict)
                 for which in range(len(sets)):
-                    check(variant, which)
+                    check(found.variant, which)
             except Exception as error:
                 torch.cuda.synchronize(self.options.device)
                 left_out[peer.name] = cupti.describe(error)
                 self.say(f"{peer.name} {case.axes} {case.mode}: {left_out[peer.name]}")
                 continue
-            judged[peer.name] = (variant, verdict)
+            judged[peer.name] = found
         return judged, left_out
+
+    def _routes(
+        self, key: ProblemKey, selection: dispatch.Selection, sets: Sets
+    ) -> dict[str, _Judged]:
+        """Every other route that takes the row, judged once; one that raises is said and left
+        out."""
+        judged: dict[str, _Judged] = {}
+        for route in self.operator.routes:
+            config = route.default_config
+            if route is selection.route or route.declines(key, config) is not None:
+                continue
+            verdict = Verdict()
+            variant = sets.variant(forced(self.operator, route, config), verdict)
+            try:
+                check(variant, 0)
+            except Exception as error:
+                torch.cuda.synchronize(self.options.device)  # raises if the device is lost
+                self.say(f"{route.name} {dict(key.axes)}: {cupti.describe(error)}")
+                continue
+            is_timed = route.language != "torch"  # hundreds of launches, known to be slow
+            judged[route.name] = _Judged(
+                variant, verdict, dataclasses.asdict(config), is_timed=is_timed
+            )
+        return judged
 
     def _floors(self, case: Case, count: int) -> dict[str, cupti.Variant]:
         is_update = self.work.updates(case)
@@ -330,7 +385,7 @@ class Bench:
     def _peer(
         peer: Peer,
         case: Case,
-        judged: dict[str, tuple[cupti.Variant, Verdict]],
+        judged: dict[str, _Judged],
         timings: dict[str, cupti.Timing],
         left_out: dict[str, str],
         host: dict[str, Any],
@@ -338,7 +393,7 @@ class Bench:
         """A peer's entry; without `sum_us` where it raised or was wrong, so that no ratio counts
         it."""
         entry: dict[str, Any] = {"mode": peer.modes[case.mode], "adapted": peer.adapted}
-        verdict = judged[peer.name][1] if peer.name in judged else Verdict()
+        verdict = judged[peer.name].verdict if peer.name in judged else Verdict()
         error = verdict.error
         entry["error"] = error["value"] if error else None
         entry["errors"] = verdict.errors
@@ -354,6 +409,7 @@ class Bench:
             **entry,
             "us": measured.us.to_dict(),
             "kernels": measured.kernels,
+            **_adapted(timings.get(ADAPTED + peer.name)),
         }
 
     # ---- the file -------------------------------------------------------------------------------
@@ -381,13 +437,47 @@ class Bench:
         return found
 
 
-def _peer_variant(peer: Peer, case: Case, sets: Sets, verdict: Verdict) -> cupti.Variant:
+def _bound(peer: Peer, case: Case, sets: Sets, verdict: Verdict) -> _Judged:
     calls = [peer.bind(inputs, case.mode) for inputs in sets.inputs]
-    return cupti.Variant(
-        [call.run for call in calls],
-        lambda which, is_checked: calls[which].restore(),
-        lambda which: verdict.add(sets.judge(which, calls[which].outputs())),
+
+    def restore(which: int, is_checked: bool) -> None:
+        calls[which].restore()
+
+    adapted = [call.adapt_and_run for call in calls if call.adapt_and_run is not None]
+    return _Judged(
+        cupti.Variant(
+            [call.run for call in calls],
+            restore,
+            lambda which: verdict.add(sets.judge(which, calls[which].outputs())),
+        ),
+        verdict,
+        adapted=cupti.Variant(adapted, restore) if adapted else None,
     )
+
+
+def _adapted(measured: cupti.Timing | None) -> dict[str, float]:
+    """What of a peer's entry is about calls that start from our inputs."""
+    if measured is None:
+        return {}
+    return {
+        "adapted_sum_us": round(measured.us.median, 3),
+        "adapted_span_us": round(measured.span.median, 3),
+    }
+
+
+def _route(judged: _Judged, measured: cupti.Timing | None) -> dict[str, Any]:
+    """A route's entry; without times where it was judged alone."""
+    entry: dict[str, Any] = {"config": judged.config}
+    if measured is not None:
+        entry |= {
+            "us": measured.us.to_dict(),
+            "span_us": round(measured.span.median, 3),
+            "kernels": measured.kernels,
+        }
+    verdict = judged.verdict
+    return entry | {
+        "errors": verdict.errors, "trials": verdict.trials, "failures": verdict.failures,
+    }  # fmt: skip
 
 
 def _as_written(operator: Operator, arguments: dict[str, Any]) -> partial[Any]:
@@ -406,11 +496,11 @@ def _as_written(operator: Operator, arguments: dict[str, Any]) -> partial[Any]:
     )
 
 
-def _served(call: Callable[[], object]) -> dispatch.Selection:
+def _served(call: Callable[[], object]) -> tuple[ProblemKey, dispatch.Selection]:
     """What served a call."""
     with dispatch.attest() as served:
         call()
-    return served[-1][1]
+    return served[-1]
 
 
 def _identity(case: Case) -> Any:

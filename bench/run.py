@@ -12,9 +12,9 @@ On a CPU: wall clock, inputs as the first call left them in the caches, peak mem
 its inputs and outputs as the kernel's resident high-water mark.
 
 On a GPU: kernel times from CUPTI on a cold L2, interleaved with peers and with an elementwise
-kernel of the same bytes, written to <out>/<op>.json. `--sweep` times every (route, config) of a
-file (route to a list of knobs; `all`: every candidate) on its own list of problems, written to
-<out>/<op>.sweep.json.
+kernel of the same bytes, written to <out>/<op>.json; with `--variants` every other route's errors
+and times stand beside them. `--sweep` times every (route, config) of a file (route to a list of
+knobs; `all`: every candidate) on its own list of problems, written to <out>/<op>.sweep.json.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if __name__ == "__main__":
 from bench import facts, peers
 from bench.gpu import UNHOSTED, Bench, Options
 from bench.sweep import Sweep, choices
+from bench.targets import targets
 from fastkernels import catalog, demo, force_route
 from fastkernels.core.device import device_info
 from fastkernels.core.route import Operator
@@ -183,7 +184,10 @@ def run_gpu(
     finally:
         save()
     wrong = sum(row["failures"] for row in bench.rows)
-    say(json.dumps(bench.result(stamp, clocks, tests)["summary"], indent=1))
+    data = bench.result(stamp, clocks, tests)
+    say(json.dumps(data["summary"], indent=1))
+    for target in targets(data):
+        say(str(target))
     say(f"{len(bench.rows)} rows, {len(bench.missing)} missing, {wrong} wrong calls: {path}")
     for each in bench.missing:
         say(f"missing: {each}")
@@ -250,6 +254,7 @@ def started_for(device: str) -> torch.device:
 @click.option("--lists", "listed", default="", help="Only these lists, by comma.")
 @click.option("--iterations", default=30, help="Timed calls per variant.")
 @click.option("--trials", default=5, help="Judged calls on fresh draws per row.")
+@click.option("--variants", is_flag=True, help="Judge and time every other route, too.")
 @click.option("--budget-s", default=1e9, help="Start no further row after so many seconds.")
 @click.option("--stamp", default=None, type=click.Path(path_type=Path, exists=True))
 @click.option("--junit", multiple=True, type=click.Path(path_type=Path, exists=True))
@@ -257,8 +262,9 @@ def started_for(device: str) -> torch.device:
 @click.option("--sweep", default=None, metavar="FILE", help="Configs by route, or `all`.")
 def main(
     name: str, device: str, where: tuple[str, ...], route: str | None, limit: int, out: str | None,
-    peer_names: str, modes: str, listed: str, iterations: int, trials: int, budget_s: float,
-    stamp: Path | None, junit: tuple[Path, ...], sanitizer_log: tuple[str, ...], sweep: str | None,
+    peer_names: str, modes: str, listed: str, iterations: int, trials: int, variants: bool,
+    budget_s: float, stamp: Path | None, junit: tuple[Path, ...], sanitizer_log: tuple[str, ...],
+    sweep: str | None,
 ) -> None:  # fmt: skip
     """Measure one operator and write <out>/<op>.json, or <out>/<op>.sweep.json."""
     operator = catalog.operator(name)
@@ -278,7 +284,7 @@ def main(
         raise click.UsageError("on a GPU: --out is needed, and --route is a matter of --sweep")
     logs = sanitizer_logs(sanitizer_log)
     index = started_for(device)
-    options = Options(index, iterations, trials, budget_s)
+    options = Options(index, iterations, trials, budget_s, variants=variants)
     wanted = tuple(modes.split(",")) if modes else operator.spec.modes
     work = workloads.load(name)
     if sweep is None:

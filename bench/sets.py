@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fastkernels import catalog
-from fastkernels.core.route import Operator
+from fastkernels.core import dispatch
+from fastkernels.core.route import Operator, Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.ops._shared.compare import Error
 from fastkernels.testing.compare import as_tuple
@@ -131,10 +131,11 @@ def check(variant: Variant, which: int) -> None:
         variant.check(which)
 
 
-def by_oracle(
-    operator: Operator, inputs: Any, result: tuple[torch.Tensor, ...], is_contest: bool
-) -> list[Error]:
-    """The verdict of the oracle on the CPU; official limits apply to contest draws."""
-    expected = catalog.module(operator.name, "reference").reference(inputs)
-    official = expected.judge_official(result) if is_contest else []
-    return [*expected.judge(result), *official]
+def forced(operator: Operator, route: Route, config: Any) -> Callable[..., Any]:
+    """The operator's function, served by one route."""
+
+    def call(**arguments: Any) -> Any:
+        with dispatch.force_route(operator, route.name, config):
+            return operator.function(**arguments)
+
+    return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,17 @@ import torch
 
 from bench import facts
 from bench.gpu import PROTOCOL, Options
-from bench.sets import Sets, Verdict, check, num_sets
+from bench.sets import Sets, Verdict, check, forced, num_sets
 from bench.summary import finite
-from fastkernels.core import dispatch
 from fastkernels.core.route import Operator, Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing import cupti
 from fastkernels.testing.workloads import Workloads
 
 Choice = tuple[Route, Any]
+
+# A config so many times slower than the best of a problem in a first look is not timed there.
+HOPELESS = 10.0
 
 
 def choices(operator: Operator, path: Path | None) -> list[Choice]:
@@ -116,10 +119,11 @@ class Sweep:
         sets = Sets(work, case, drawn)
         variants: dict[str, cupti.Variant] = {}
         verdicts: dict[str, Verdict] = {}
+        seconds: dict[str, float] = {}
         by_label = {label(choice): choice for choice in self.choices}
         for name, (route, config) in by_label.items():
             verdict = Verdict()
-            variant = sets.variant(self._forced(route, config), verdict)
+            variant = sets.variant(forced(self.operator, route, config), verdict)
             started = self.elapsed()
             try:
                 check(variant, 0)
@@ -132,6 +136,11 @@ class Sweep:
             if verdict.failures:
                 self.say(f"  WRONG: {name} on {case.name} {case.mode}: {verdict.errors}")
             variants[name], verdicts[name] = variant, verdict
+            seconds[name] = self._seconds(variant)
+        for name, each in seconds.items():
+            if each > HOPELESS * min(seconds.values()) and not verdicts[name].failures:
+                self.say(f"  {name}: not timed, takes {1e6 * each:.0f} us")
+                del variants[name]
         timings, errors = cupti.measure(
             variants, recorder, iterations=self.options.iterations, seed=case.seed
         )
@@ -140,12 +149,13 @@ class Sweep:
         for name, timing in timings.items():
             self.rows.append(sweep_row(listed, case, by_label[name], timing, verdicts[name]))
 
-    def _forced(self, route: Route, config: Any) -> Callable[..., Any]:
-        def call(**arguments: Any) -> Any:
-            with dispatch.force_route(self.operator, route.name, config):
-                return self.operator.function(**arguments)
-
-        return call
+    def _seconds(self, variant: cupti.Variant) -> float:
+        """Wall clock of one call: what tells a factor of ten where that is worth something."""
+        torch.cuda.synchronize(self.options.device)
+        start = time.perf_counter()
+        variant.calls[0]()
+        torch.cuda.synchronize(self.options.device)
+        return time.perf_counter() - start
 
     def result(self, stamp: Path | None, clocks: Sequence[int | None]) -> dict[str, Any]:
         data = {

@@ -24,12 +24,13 @@ class Call:
     """A peer bound to one set of inputs.
 
     `run` launches it; `outputs` gives the last run's result in our layout; `restore` puts back what
-    a run overwrote.
+    a run overwrote. `adapt_and_run`, where inputs were adapted beforehand: the same from ours on.
     """
 
     run: Callable[[], object]
     outputs: Callable[[], tuple[torch.Tensor, ...]]
     restore: Callable[[], object] = lambda: None
+    adapt_and_run: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

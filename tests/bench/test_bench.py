@@ -5,6 +5,7 @@ Cases C146 (flags win), C148 (what a ratio is), C149 (preparing is not timed), C
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -16,15 +17,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import facts, floor, peers, report, run, sweep
+from bench import facts, floor, peers, prebuild, report, run, sanitize, sweep
 from bench.gpu import Bench, Options, RowFailed, _identity
 from bench.peers import Call, Found, Peer
 from bench.sets import Verdict, num_sets
 from bench.summary import BEST, finite, peer_us, ratios, summarise
 from bench.sweep import Sweep
 from fastkernels import catalog
+from fastkernels.core import dispatch, jit
+from fastkernels.core.device import named_device
+from fastkernels.core.kernels import Binary
+from fastkernels.core.route import Route
+from fastkernels.core.toolchain import ToolchainError
 from fastkernels.ops._shared.compare import Error
 from fastkernels.ops.gdn_decode.inputs import CONTEST, Case
+from fastkernels.ops.gdn_decode.problem import Inputs, bind
 from fastkernels.testing import cupti
 from fastkernels.testing.cupti import Launch, Work
 from fastkernels.testing.workloads import gdn_decode as work
@@ -75,7 +82,7 @@ def right(inputs: Any, mode: str) -> Call:
     def call() -> None:
         last[0] = OPERATOR.function(**live._asdict())
 
-    return Call(call, lambda: last[0], lambda: work.restore(live, inputs))
+    return Call(call, lambda: last[0], lambda: work.restore(live, inputs), adapt_and_run=call)
 
 
 def wrong(inputs: Any, mode: str) -> Call:
@@ -141,6 +148,7 @@ def test_a_file_is_complete(measured: dict[str, Any]) -> None:
     for row in (first, second):
         assert row["us"] == {"median": 2.0, "p10": 2.0, "p90": 2.0}
         assert (row["span_us"], row["kernels"], row["floor_us"]) == (2.0, 1, 2.0)
+        assert (row["work"], "variants" in row) == ({}, False)
         assert row["route"] == "torch_recurrent"
         assert row["failures"] == 0
         # The oracle, four sets, a fresh draw, two of the timed calls.
@@ -155,6 +163,7 @@ def test_a_file_is_complete(measured: dict[str, Any]) -> None:
 def test_only_peers_that_are_right_count(measured: dict[str, Any]) -> None:
     first, second = (row["peers"] for row in measured["rows"])
     assert first["right"]["sum_us"] == first["right"]["span_us"] == 2.0
+    assert first["right"]["adapted_sum_us"] == first["right"]["adapted_span_us"] == 2.0
     assert first["right"]["mode"] == "pool"
     assert first["right"]["host_us"] > 0
     for row in (first, second):
@@ -329,6 +338,45 @@ def test_the_stamp_names_the_code(tmp_path: Path) -> None:
     assert found["table_sha256"].startswith("e3b0c442")
 
 
+def test_other_routes_stand_beside_what_serves(recorder: Any) -> None:
+    """Each with its errors: one that is right, one that is wrong, one that raises; ours, too."""
+    safe = OPERATOR.safe_route
+
+    def spoil(inputs: Any, outputs: Any, workspace: Any, config: Any) -> None:
+        safe.launch(inputs, outputs, workspace, config)
+        outputs[0].mul_(1.5)
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    def other(name: str, launch: Any, language: str = "cuda") -> Route:
+        return dataclasses.replace(safe, name=name, language=language, launch=launch)
+
+    routes = (
+        other("right", safe.launch), other("wrong", spoil), other("raising", fail),
+        other("slow", safe.launch, "torch"), safe,
+    )  # fmt: skip
+    operator: Any = None
+
+    def function(**arguments: Any) -> Any:
+        out = arguments.pop("out", None)
+        return dispatch.run(operator, bind(Inputs(**arguments), out, None))
+
+    operator = dataclasses.replace(OPERATOR, routes=routes, function=function)
+    options = dataclasses.replace(OPTIONS, variants=True)
+    made = Bench(operator, work, Found(), options, lambda text: None)
+    made.host[_identity(CONTEST[0])] = {"host_us": 1.0, "host_out_us": 1.0, "peers": {}}
+    row = made.row("contest", CONTEST[0], recorder)
+    found = row["variants"]
+    assert set(found) == {"right", "wrong", "slow", safe.name}
+    assert found["right"]["us"] == found[safe.name]["us"] == {"median": 2.0, "p10": 2.0, "p90": 2.0}
+    assert "us" not in found["slow"]
+    assert [found[name]["failures"] > 0 for name in ("right", "wrong", "slow")] == [0, 1, 0]
+    for entry in found.values():
+        assert {error["output"] for error in entry["errors"]} == {"output", "new_state"}
+        assert entry["config"] == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -390,6 +438,75 @@ def test_a_sweep(recorder: Any, tmp_path: Path) -> None:
             "why": "time budget used up",
         }
     ]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_sweep_does_not_time_what_is_hopeless(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """Nor does it call such a config a failure; a wrong one is kept, however slow."""
+    safe = OPERATOR.safe_route
+    slow = dataclasses.replace(safe, name="slow")
+    operator: Any = dataclasses.replace(OPERATOR, routes=(slow, safe))
+    choices = [(slow, slow.default_config), (safe, safe.default_config)]
+    options = Options(CPU, iterations=3)
+    made = Sweep(operator, work, choices, options, lambda text: None, lambda: 0.0)
+    seconds = iter((0.011, 0.001))
+    monkeypatch.setattr(Sweep, "_seconds", lambda self, variant: next(seconds))
+    if is_wrong:
+        monkeypatch.setattr(Verdict, "add", lambda self, errors: setattr(self, "failures", 1))
+    made.measure([("contest", Case("b1", 1))], recorder, lambda: None)
+    assert [row["route"] for row in made.rows] == ["slow"] * is_wrong + [safe.name]
+    assert not made.left_out
+
+
+# ---- what is compiled, what is watched ----------------------------------------------------------
+
+
+def test_what_a_sweep_wants_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every variant that the folder lacks; a config that fails is said, and the others go on."""
+    configs = tmp_path / "configs.json"
+    configs.write_text(json.dumps({"triton_rows": [{}, {"warps": 8}], "warp_rows": [{}]}))
+    made: list[tuple[str, str]] = []
+
+    def keep(folder: Path, kernel: Any, config: Any, arch: str, variant: str) -> Binary:
+        if "warps=8" in str(config):
+            raise ToolchainError("too many registers")
+        made.append((kernel.name, variant))
+        return Binary(b"code", "symbol", 32, 0)
+
+    def find(folder: Path, kernel: Any, config: Any, arch: str, variant: str) -> Binary | None:
+        return Binary(b"", "symbol", 32, 0) if variant == "any" else None
+
+    monkeypatch.setattr(jit, "keep", keep)
+    monkeypatch.setattr(jit, "find", find)
+    arguments = ["--op", "gdn_decode", "--configs", str(configs), "--out", str(tmp_path / "kept")]
+    done = CliRunner().invoke(prebuild.main, arguments)
+    assert done.exit_code == 1
+    assert "FAILED: too many registers" in done.output
+    assert made == [
+        ("triton_rows", "aligned"), ("warp_rows", "aligned"), ("warp_rows", "compact"),
+        ("warp_rows", "compact_pool"),
+    ]  # fmt: skip
+
+
+def test_what_the_sanitizers_watch(tmp_path: Path) -> None:
+    """Defaults, the table's configs and those of a sweep, each once; few calls are spread."""
+    h200, sweep_file = named_device("h200"), tmp_path / "configs.json"
+    compiled = {route.default_config for route in OPERATOR.routes if route.language != "torch"}
+    by_table = sanitize.watched(OPERATOR, h200, None)
+    assert compiled < set(by_table)
+    sweep_file.write_text(
+        json.dumps({"warp_rows": [{}, {"warps": 8, "rows_per_lane": 8, "lanes_per_row": 32}]})
+    )
+    assert len(sanitize.watched(OPERATOR, h200, sweep_file)) == len(by_table) + 1
+    assert sanitize.spread([*range(10)], 0) == sanitize.spread([*range(10)], 10) == [*range(10)]
+    assert sanitize.spread([*range(10)], 3) == [0, 3, 6]
+    cases = {case.name: inputs for case, inputs in sanitize.small_cases(OPERATOR, 10**6, "cpu")}
+    assert "empty" in cases
+    assert all(x.numel() * x.element_size() <= 10**6 for x in cases["one"] if hasattr(x, "numel"))
 
 
 # ---- report -------------------------------------------------------------------------------------

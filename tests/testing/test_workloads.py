@@ -1,4 +1,5 @@
-"""Workloads of operators without a module of their own, and of cases that need the oracle."""
+"""Workloads of operators without a module of their own, of cases that need the oracle, and of the
+operator whose cases share their weights."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ import torch
 
 from fastkernels import catalog
 from fastkernels.core.device import CPU as CPU_INFO
+from fastkernels.core.route import Operator
 from fastkernels.errors import ArgumentError
 from fastkernels.ops._shared.cases import Case
 from fastkernels.ops.gdn_decode.inputs import make_inputs
+from fastkernels.ops.moe_fp8_block_scale import inputs as moe_inputs
 from fastkernels.testing import contracts, workloads
 from fastkernels.testing.compare import as_tuple, clone, same_bits
-from fastkernels.testing.workloads import gdn_decode
+from fastkernels.testing.workloads import gdn_decode, gdn_prefill
+from fastkernels.testing.workloads import moe_fp8_block_scale as moe
 from fastkernels.testing.workloads.generic import Generic
 
 CPU = torch.device("cpu")
@@ -55,7 +59,8 @@ def test_a_call_is_given_outputs_judged_and_undone(op: str, name: str) -> None:
 
 
 def test_another_seed_draws_other_numbers() -> None:
-    case, work = case_of("gdn_prefill", "definition"), workloads.load("gdn_prefill")
+    case: Any = case_of("gdn_prefill", "definition")
+    work: Any = Generic(catalog.operator("gdn_prefill"))
     own, same, other = (work.fresh_inputs(case, seed, CPU) for seed in (case.seed, case.seed, 99))
     drawn = work.own_inputs(case, CPU)
     assert torch.equal(own.q, drawn.q)
@@ -84,9 +89,18 @@ def test_bytes_are_those_of_the_functional_call() -> None:
 
 def test_who_has_a_module() -> None:
     assert workloads.load("gdn_decode") is gdn_decode
-    assert workloads.load("gdn_prefill") == Generic(catalog.operator("gdn_prefill"))
+    assert workloads.load("gdn_prefill") is gdn_prefill
+    assert workloads.load("moe_fp8_block_scale") is moe
+    assert workloads.load("dsa_topk_indexer") == Generic(catalog.operator("dsa_topk_indexer"))
     with pytest.raises(ArgumentError, match="unknown"):
         workloads.load("nothing")
+
+
+@pytest.mark.parametrize("operator", catalog.OPERATORS, ids=lambda operator: operator.name)
+def test_nothing_is_missing_from_a_module(operator: Operator) -> None:
+    work = workloads.load(operator.name)
+    wanted = {name for name in vars(workloads.Workloads) if not name.startswith("_")}
+    assert {name for name in wanted if not callable(getattr(work, name, None))} == set()
 
 
 @pytest.mark.parametrize(
@@ -106,3 +120,60 @@ def test_cases_that_shape_their_contents_are_drawn_as_written(name: str) -> None
         own = gdn_decode.own_inputs(dataclasses.replace(case, seed=5), CPU)
         assert torch.equal(own.v, as_written.v)
         assert (own.write_indices is None) == (name != "pool-int64")
+
+
+# ---- moe_fp8_block_scale ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["logits", "precomputed"])
+def test_moe_draws_its_weights_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[moe_inputs.Case] = []
+
+    def make_weights(case: moe_inputs.Case) -> moe_inputs.Weights:
+        made.append(case)
+        return moe_inputs.make_weights(case)
+
+    monkeypatch.setattr(moe, "make_weights", make_weights)
+    moe._weights.cache_clear()
+    first = moe_inputs.Case("first", 3, mode=mode, weight_seed=5, **moe_inputs.SMALL)
+    second = dataclasses.replace(first, name="second", seq_len=7, logits="ties")
+    drawn = [
+        moe.own_inputs(first, CPU),
+        moe.fresh_inputs(first, 1, CPU),
+        moe.fresh_inputs(second, 2, CPU),
+    ]
+    assert len(made) == 1
+    for name in moe_inputs.Weights._fields:
+        assert len({id(getattr(inputs, name)) for inputs in drawn}) == 1
+    assert not same_bits(drawn[0].hidden_states, drawn[1].hidden_states)
+    other = moe.own_inputs(dataclasses.replace(first, weight_seed=6), CPU)
+    assert len(made) == 2
+    assert not same_bits(other.gemm1_weights, drawn[0].gemm1_weights)
+    assert moe._weights.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    "case", [*moe_inputs.CORRECTNESS, *moe_inputs.CORNER], ids=lambda c: c.name
+)
+def test_moe_on_shared_weights_is_the_case_as_written(case: moe_inputs.Case) -> None:
+    for got, want in zip(moe.own_inputs(case, CPU), moe_inputs.make_inputs(case), strict=True):
+        if not isinstance(want, torch.Tensor):
+            assert got == want
+            continue
+        assert isinstance(got, torch.Tensor)
+        assert (got.shape, got.stride()) == (want.shape, want.stride())
+        assert same_bits(got, want)
+
+
+def test_moe_is_swept_in_both_modes() -> None:
+    modes = catalog.operator("moe_fp8_block_scale").spec.modes
+    count = Counter((listed, case.mode) for listed, case in moe.sweep_rows(modes))
+    assert count == {("contest", m): 19 for m in modes} | {("serving", m): 7 for m in modes}
+    assert {case.mode for _, case in moe.sweep_rows(modes[1:])} == {"precomputed"}
+
+
+def test_moe_holds_its_weights_once() -> None:
+    (case,) = (c for c in moe_inputs.SERVING if c.seq_len == 128)
+    one, four = (moe.held_bytes(case, sets) for sets in (1, 4))
+    assert 4e9 < one < four < 5e9  # three times 1.4 GB
+    assert four - one == pytest.approx(9 * 128 * (7168 * 3 + 56 * 4 + 256 * 4), rel=1e-3)

@@ -1,8 +1,9 @@
 """What measuring and judging an operator needs beyond its cases: inputs drawn on the device, what a
 call on them must give, bytes.
 
-An operator with a module here draws on the device and computes its results there; any other one has
-`Generic`: drawn and judged on the CPU.
+`Generic` serves any operator, drawn and judged on the CPU. One with a module here has ways of its
+own: gdn_decode and gdn_prefill draw and compute their results on the device, moe_fp8_block_scale
+keeps its weights.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Workloads(Protocol):
     def sweep_rows(self, modes: Sequence[str], /) -> Iterator[tuple[str, Any]]:
         """`(list, case)` of a sweep."""
 
+    def details(self, case: Any, /) -> dict[str, int]:
+        """What sizes do not tell of the work in a case, by names of the operator's own."""
+
     def own_inputs(self, case: Any, device: torch.device, /) -> Any:
         """As the case's seed draws them."""
 
@@ -62,6 +66,9 @@ class Workloads(Protocol):
 
     def expect(self, inputs: Any, /) -> Expected:
         """What a call must give, in float64."""
+
+    def expect_by_oracle(self, inputs: Any, /) -> Expected:
+        """The same by the oracle's own lines, where the operator lets it: on the inputs' device."""
 
     def oracle(self, case: Any, /) -> bool:
         """Whether the oracle on the CPU can be waited for."""

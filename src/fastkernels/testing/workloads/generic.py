@@ -42,6 +42,9 @@ class Generic:
         for listed, cases in (("contest", inputs.CONTEST), ("serving", inputs.SERVING)):
             yield from ((listed, case) for case in cases if case.mode in modes)
 
+    def details(self, case: Any, /) -> dict[str, int]:
+        return {}
+
     def own_inputs(self, case: Any, device: torch.device, /) -> Any:
         return self._part("inputs").make_inputs(case, device)
 
@@ -67,6 +70,8 @@ class Generic:
 
     def expect(self, inputs: Any, /) -> Any:
         return self._part("reference").reference(inputs)
+
+    expect_by_oracle = expect
 
     def oracle(self, case: Any, /) -> bool:
         return True

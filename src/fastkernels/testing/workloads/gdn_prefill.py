@@ -1,0 +1,261 @@
+"""gdn_prefill: rows, inputs and float64 results on the device, bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from fastkernels.core import dispatch
+from fastkernels.core.device import DeviceInfo
+from fastkernels.core.route import Operator
+from fastkernels.ops._shared.gdn import gates, resolve_scale
+from fastkernels.ops._shared.gdn_inputs import draw_gates, draw_heads, draw_state
+from fastkernels.ops.gdn_prefill.inputs import (
+    CONTEST,
+    SERVING,
+    Case,
+    gap_cases,
+    make_inputs,
+    split_case,
+)
+from fastkernels.ops.gdn_prefill.kernels import CHUNK
+from fastkernels.ops.gdn_prefill.problem import Inputs
+from fastkernels.ops.gdn_prefill.reference import Expected as OracleExpected
+from fastkernels.ops.gdn_prefill.reference import clean_offsets, reference
+from fastkernels.ops.gdn_prefill.spec import SPEC
+from fastkernels.testing.workloads import gdn_forms
+from fastkernels.testing.workloads.gdn_forms import (
+    OTHER_HEADS,
+    Expected,
+    in_form,
+    pool_before,
+    shapes_contents,
+)
+
+SKEWED = (
+    Case("skewed-alone", (8000,), seed=1),
+    Case("skewed", (6,) * 15 + (8000,) + (6,) * 15, seed=2),
+)
+"""A long sequence, and the same length among short ones."""
+
+# Rows of the gap list: with two axes, a table has more boundaries than anyone has time for.
+MOST_GAP_ROWS = 40
+LARGEST_GAP = {"total_seq_len": 65536, "num_seqs": 1024}
+# (tokens, sequences) of a sweep beyond the lists, up to where a table shall reach.
+BEYOND = (
+    (64, 16), (128, 64), (512, 16), (1024, 8), (1024, 256), (4096, 32), (4096, 1024), (8192, 1),
+    (8192, 4), (8192, 8), (8192, 4096), (16384, 256), (65536, 256), (131072, 1), (131072, 64),
+)  # fmt: skip
+# Both ends first: a table needs them, should the time run out in between.
+OTHER_SIZES = (
+    (16, 1), (16384, 32), (64, 1), (64, 4), (256, 1), (256, 16), (1024, 2), (4096, 1), (4096, 8),
+    (2048, 512), (16384, 1),
+)  # fmt: skip
+# The oracle takes 2 to 3 ms of a CPU for a token of 8 heads.
+ORACLE_TOKENS = 512
+
+
+def rows(
+    operator: Operator, device: DeviceInfo, modes: Sequence[str]
+) -> Iterator[tuple[str, Case]]:
+    """Contest rows functional, serving rows in pool form, too; then the skewed pair, and what lies
+    around the boundaries of the device's table for the definition's heads."""
+    table, _ = dispatch.find_table(operator, device)
+    if table is not None:
+        own_heads = tuple(regime for regime in table.regimes if not regime.constants)
+        table = dataclasses.replace(table, regimes=own_heads)
+    gap = [
+        case
+        for case in gap_cases(table)
+        if all(0 < case.axes[name] <= largest for name, largest in LARGEST_GAP.items())
+    ]
+    step = max(1, -(-len(gap) // MOST_GAP_ROWS))
+    for listed, cases, own in (
+        ("contest", CONTEST, ("functional",)),
+        ("serving", SERVING, ("functional", "pool")),
+        ("gap", (*SKEWED, *gap[::step]), ("functional",)),
+    ):
+        for mode in own:
+            if mode in modes:
+                yield from ((listed, dataclasses.replace(case, mode=mode)) for case in cases)
+
+
+def sweep_rows(modes: Sequence[str]) -> Iterator[tuple[str, Case]]:
+    """Every size of the lists once, functional and with the definition's heads; few sizes in other
+    modes and with other heads."""
+    own: dict[tuple[int, int], tuple[str, Case]] = {}
+    for total, num_seqs in BEYOND:
+        own[total, num_seqs] = "serving", _sized(total, num_seqs)
+    for listed, cases in (("serving", SERVING), ("contest", CONTEST)):
+        for case in cases:
+            own[sum(case.lengths), len(case.lengths)] = listed, case
+    if "functional" in modes:
+        yield from (own[size] for size in sorted(own))
+    for heads in (None, *OTHER_HEADS):
+        for mode in modes:
+            if heads is not None or mode != "functional":
+                yield from (("serving", _sized(*size, heads, mode)) for size in OTHER_SIZES)
+
+
+def _sized(
+    total: int, num_seqs: int, heads: tuple[int, int] | None = None, mode: str = "functional"
+) -> Case:
+    case = split_case(f"t{total}-n{num_seqs}", total, num_seqs, seed=total + num_seqs)
+    if heads is not None:
+        name = f"{case.name}-h{heads[0]}x{heads[1]}"
+        case = dataclasses.replace(case, name=name, num_q_heads=heads[0], num_v_heads=heads[1])
+    return dataclasses.replace(case, mode=mode)
+
+
+def details(case: Case) -> dict[str, int]:
+    """Tokens of the longest sequence, and its chunks, which follow each other."""
+    longest = max(case.lengths, default=0)
+    return {"longest": longest, "chunks": -(-longest // CHUNK)}
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+updates = gdn_forms.updates
+live = gdn_forms.live
+restore = gdn_forms.restore
+outputs = gdn_forms.outputs
+
+
+def own_inputs(case: Case, device: torch.device) -> Inputs:
+    if shapes_contents(case):
+        return make_inputs(case, device)
+    inputs = make_inputs(dataclasses.replace(case, mode="functional"), device)
+    return in_form(inputs, case.mode, case.seed)
+
+
+def fresh_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
+    """As the contest draws them, on the device: other numbers than the CPU's from equal seeds, the
+    same lengths. Cases that shape their contents are drawn on the CPU."""
+    if shapes_contents(case):
+        return make_inputs(dataclasses.replace(case, seed=seed), device)
+    T, N = case.axes["total_seq_len"], case.axes["num_seqs"]
+    Hk, Hv, D = case.num_q_heads, case.num_v_heads, case.head_size
+    rng = torch.Generator(device).manual_seed(seed)
+    with torch.device(device):
+        q, k, v = draw_heads(rng, T, Hk, Hv, D, fused=False)
+        state = draw_state(rng, N, Hv, D, padded=False)
+        A_log, a, dt_bias, b = draw_gates(rng, T, Hv, "contest", fused=False)
+        offsets = torch.tensor([0, *accumulate(case.lengths)])
+    return in_form(Inputs(q, k, v, state, A_log, a, dt_bias, b, offsets), case.mode, seed)
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+# exp(-1000) is 0, and sums over a chunk keep differences exact to 1e-10.
+_LEAST_LOG_G = -1000.0
+
+
+def expect(inputs: Inputs) -> Expected | OracleExpected:
+    """On the inputs' device; by the oracle where there is no state, or where sequences of a pool
+    are padding or write elsewhere."""
+    if inputs.state is None or inputs.write_indices is not None:
+        return expect_by_oracle(inputs)
+    return expect_on_device(inputs)
+
+
+expect_by_oracle = reference
+
+
+class _Chunk(NamedTuple):
+    """Tokens of one sequence, float64: q, k, v [Hv, C, D], log_g and beta [Hv, C]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_g: torch.Tensor
+    beta: torch.Tensor
+
+
+def expect_on_device(inputs: Inputs) -> Expected:
+    """`reference.py` by chunks; tests compare the two. Needs a state, no sequence that is padding,
+    and finite values. Reads the offsets on the host."""
+    assert inputs.state is not None
+    num_tokens, num_v_heads, _ = inputs.v.shape
+    device = inputs.v.device
+    offsets = clean_offsets(inputs.cu_seqlens.tolist(), num_tokens)
+    num_seqs = len(offsets) - 1
+    group = num_v_heads // inputs.q.shape[1]
+    q, k = (t.transpose(0, 1).repeat_interleave(group, dim=0) for t in (inputs.q, inputs.k))
+    log_g, beta = (t.T for t in gates(inputs.A_log, inputs.a, inputs.dt_bias, inputs.b))
+    tokens = _Chunk(q, k, inputs.v.transpose(0, 1), log_g.clamp(min=_LEAST_LOG_G), beta)
+    scale = resolve_scale(inputs.scale, inputs.q.shape[2])
+
+    is_empty = torch.tensor([end == begin for begin, end in pairwise(offsets)], device=device)
+    slots, before, kept = pool_before(inputs, is_empty.bool())
+    S = (before if slots is None else before.index_select(0, slots)).double()
+    output = torch.zeros(inputs.v.shape, dtype=torch.float64, device=device)
+    row = torch.full((num_tokens,), num_seqs, device=device)
+    output_kappa, state_kappa = torch.zeros(2, num_seqs, num_v_heads, device=device).double()
+    for i, (begin, end) in enumerate(pairwise(offsets)):
+        row[begin:end] = i
+        for first in range(begin, end, CHUNK):
+            last = min(first + CHUNK, end)
+            chunk = _Chunk(*(values[:, first:last].double() for values in tokens))
+            out, S[i], kappa, state_kappa[i] = _advance(S[i], chunk)
+            output[first:last] = scale * out.transpose(0, 1)
+            output_kappa[i] += kappa
+    return Expected(
+        SPEC, output, row, S, abs(scale) * output_kappa.sqrt(), state_kappa, slots, before, kept
+    )
+
+
+def _advance(
+    S: torch.Tensor, x: _Chunk
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(O / scale [Hv, C, V], S', squared norm of kappa of O / scale [Hv], norm of kappa of S'
+    [Hv])`; the operator's README has the equations."""
+    since_start = x.log_g.cumsum(-1)  # [Hv, C]
+    since_token = since_start[..., :, None] - since_start[..., None, :]
+    causal = torch.ones(since_token.shape[-2:], dtype=torch.bool, device=S.device).tril()
+    decay = torch.where(causal, since_token, -torch.inf).exp()  # [Hv, C, C]
+    start, beta = since_start.exp()[..., None], x.beta[..., None]  # [Hv, C, 1]
+    u = torch.linalg.solve_triangular(
+        beta * decay * (x.k @ x.k.mT),
+        beta * (x.v - start * (x.k @ S.mT)),
+        upper=False,
+        unitriangular=True,
+    )
+    out = start * (x.q @ S.mT) + (decay * (x.q @ x.k.mT)) @ u
+    after = start[:, -1:] * S + (decay[:, -1, :, None] * u).mT @ x.k
+    # Each token's g S, [Hv, C, V, K]: what kappa is the absolute value of.
+    updates = (u[..., :, None] * x.k[..., None, :]).flatten(2)
+    decayed = (start * S.flatten(1)[:, None]).baddbmm_(decay.tril(-1), updates)
+    decayed = decayed.unflatten(2, S.shape[1:]).abs_()
+    kappa = (decayed @ x.q.abs()[..., None])[..., 0]
+    kappa += u.abs() * (x.q.abs() * x.k.abs()).sum(-1, keepdim=True)
+    last = decayed[:, -1] + u[:, -1, :, None].abs() * x.k[:, -1, None, :].abs()
+    return out, after, kappa.square().sum((1, 2)), last.flatten(1).norm(dim=-1)
+
+
+def oracle(case: Case) -> bool:
+    return case.axes["total_seq_len"] * case.num_v_heads <= ORACLE_TOKENS * 8
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def moved_bytes(case: Case) -> int:
+    """Every tensor of the functional call once."""
+    T, N = case.axes["total_seq_len"], case.axes["num_seqs"]
+    Hk, Hv, D = case.num_q_heads, case.num_v_heads, case.head_size
+    tokens = 2 * T * (2 * Hk * D + 2 * Hv * D + 2 * Hv)  # q, k; v, output; a, b
+    return tokens + 2 * 4 * N * Hv * D * D + 8 * (N + 1) + 2 * 4 * Hv
+
+
+def held_bytes(case: Case, sets: int) -> int:
+    """Device memory of `sets` input sets with outputs, float64 results, peers and floor, and of
+    what judging needs for a while. An estimate from above."""
+    T, N = case.axes["total_seq_len"], case.axes["num_seqs"]
+    Hv, D = case.num_v_heads, case.head_size
+    state = 4 * N * Hv * D * D * (sets * (13 if case.mode == "pool" else 9) + 10)
+    tokens = 2 * T * Hv * D * (sets * 10 + 40)
+    return state + tokens + 3 * 8 * CHUNK * Hv * D * D
