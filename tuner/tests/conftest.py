@@ -1,9 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from fastkernels import catalog
+from fastkernels.core import dispatch
 from tuner.tests.toy import OPERATOR
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither tables nor variables of the machine; kernels that it has compiled are welcome."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TABLES", "CHECK", "STRICT", "LOG"):
+            patch.delenv(f"FASTKERNELS_{name}", raising=False)
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "no-user-data"))
+        dispatch.reload_tables()
+        yield
+    dispatch.reload_tables()
 
 
 @pytest.fixture

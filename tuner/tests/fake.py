@@ -33,12 +33,14 @@ class Killed(BaseException):
 @dataclass
 class FakeBench:
     """`us` gives the time of a call. `wrong` names the (candidate, seed) pairs that give a wrong
-    number; `dies_at` counts calls after which the process is gone."""
+    number; `dies_at` counts calls after which the process is gone, `lost_at` those after which the
+    GPU is."""
 
     us: Time
     wrong: Callable[[Candidate, Workload, int], bool] = lambda candidate, workload, seed: False
     noise: float = 0.0
     dies_at: int | None = None
+    lost_at: int | None = None
     calls: int = 0
     is_random: bool = False  # equal calls give other bits
     lease: int = 0
@@ -99,6 +101,11 @@ class FakeBench:
 
     def judge(self, candidate: Candidate, workload: Workload, seeds: Sequence[int]) -> Trials:
         self._count()
+        if self.lost_at is not None and self.calls >= self.lost_at:
+            lost = Failure(
+                cause=Cause.GPU_LOST, message="judge: no CUDA device", workload=workload.id
+            )
+            return Trials(stratum=workload.id, trials=0, failures=(lost,))
         failures = tuple(
             Failure(cause=Cause.NUMERIC, message="off", workload=workload.id, seed=seed)
             for seed in seeds

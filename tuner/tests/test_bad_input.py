@@ -85,6 +85,9 @@ def test_errors_are_json_where_json_is_asked_for() -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(tune("--op", "gdn_decode", "--device", "cuda:3"), 3, "cuda:3")
+    arguments = ("--op", "gdn_decode", "--device", "cpu", "--confirm-on", "cuda:3")
+    refused(tune(*arguments), 3, "cuda:3")
+    assert not Path("tuning").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ wherever they were interrupted."""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,16 @@ from fastkernels.core import dispatch
 from fastkernels.core import table as tables
 from fastkernels_tuner import controller, emit, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
+from fastkernels_tuner.cli import campaigns
 from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
 from fastkernels_tuner.errors import EvidenceError
 from fastkernels_tuner.model import Candidate, Policy, Workload
 from fastkernels_tuner.promote import NotPromoted, Unproven
+from fastkernels_tuner.search import SETTLED, Outage, TrialResult
 from fastkernels_tuner.stages import STAGES, name_of
+from fastkernels_tuner.stages import report as report_stage
 from fastkernels_tuner.store import LeaseTaken, Store
+from fastkernels_tuner.terminal import Terminal
 from tuner.tests.fake import ENVIRONMENT, FakeBench, Killed
 
 OP = "gdn_prefill"
@@ -47,8 +52,9 @@ def prefers(chunk: int, beyond: int = 10**9, then: int = 0) -> Callable[..., flo
 
 @pytest.fixture(autouse=True)
 def _short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what a dead process held runs out soon."""
+    """So that what a dead process held runs out soon, and nobody waits for other workers."""
     monkeypatch.setattr(controller, "TTL_S", 2.0)
+    monkeypatch.setattr(controller, "PATIENCE_S", 0.0)
 
 
 @pytest.fixture
@@ -76,12 +82,25 @@ def bench_of(shipped: dict[str, Any]) -> FakeBench:
     return FakeBench(prefers(64), environment=environment)
 
 
-def go_on(campaign: Campaign, bench: FakeBench, until: float | None = None) -> Campaign:
-    """As another process would: nothing in memory is left from before."""
+def go_on(
+    campaign: Campaign,
+    bench: FakeBench,
+    until: float | None = None,
+    *,
+    second: FakeBench | None = None,
+    last: str = "report",
+) -> Campaign:
+    """As another process would: nothing in memory is left from before. `second`: of another GPU."""
     fresh = Campaign(campaign.store, campaign.id, campaign.folder)
     worker = Worker(campaign.store, "cpu", "CPU", bench, campaign.folder.parent)
+    other = None
+    if second is not None:
+        fresh.at_hand = (bench.environment.uuid, second.environment.uuid)
+        other = Worker(
+            campaign.store, "cpu", second.environment.uuid, second, campaign.folder.parent
+        )
     with campaign.store.hold(campaign.id, "test", 60) as lease:
-        Controller(fresh, worker, lease, until).run()
+        Controller(fresh, worker, lease, until, other).run(last)
     return fresh
 
 
@@ -157,6 +176,26 @@ def test_time_that_is_up_is_no_failure(store: Store, tmp_path: Path) -> None:
     assert raised.value.exit_code == 4
     go_on(campaign, FakeBench(prefers(64)))
     assert campaign.conclusion("report")
+
+
+@pytest.mark.parametrize("lost_at", [1, 4])
+def test_a_lost_gpu_ends_the_search_and_a_resumed_one_tries_everything(
+    store: Store, tmp_path: Path, lost_at: int
+) -> None:
+    campaign = begin(store, tmp_path, max_trials=25)
+    bench = FakeBench(prefers(64), lost_at=lost_at)
+    with pytest.raises(Outage, match=r"gpu_lost: judge: no CUDA device.*resume") as raised:
+        go_on(campaign, bench)
+    assert raised.value.exit_code == 3
+    assert bench.calls < 20  # of 25 trials for each of six studies
+    assert {row.status for row in store.jobs(campaign.id)} == {"queued"}
+    ended = go_on(campaign, FakeBench(prefers(64)))
+    for done in ended.done("search"):
+        results = [TrialResult(**result) for result in done.result["results"]]
+        learnt = [r.candidate.id for r in results if r.state in SETTLED]
+        assert len(set(learnt)) == len(learnt)
+        assert {r.candidate.id for r in results} == set(learnt)
+    assert served(ended) == {mode: {64} for mode in ended.operator.spec.modes}
 
 
 def test_a_cpu_table_is_never_promoted(store: Store, tmp_path: Path) -> None:
@@ -250,28 +289,28 @@ def test_a_promotion_is_whole_or_not_at_all(
     assert sorted(p.name for p in paths["table"].parent.iterdir()) == [paths["table"].name]
 
 
+@pytest.fixture(scope="module")
+def reigning(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables of a campaign that preferred chunks of 32."""
+    folder = tmp_path_factory.mktemp("reigning")
+    with Store.open(f"sqlite:///{folder / 'store.db'}") as store:
+        campaign = begin(store, folder, max_trials=25)
+        go_on(campaign, FakeBench(prefers(32)), last="emit")
+    return campaign.folder / "dispatch_tables"
+
+
 @pytest.fixture
-def champion(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int], None]]:
-    """Makes the table of a campaign that prefers some chunk size the one that serves."""
-
-    def reign(chunk: int) -> None:
-        campaign = go_on(begin(store, tmp_path, max_trials=25), FakeBench(prefers(chunk)))
-        folder = tmp_path / "reigning"
-        shutil.copytree(campaign.folder / "dispatch_tables", folder)
-        monkeypatch.setenv("FASTKERNELS_TABLES", str(folder))
-        dispatch.reload_tables()
-
-    yield reign
+def _champion(reigning: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They serve."""
+    monkeypatch.setenv("FASTKERNELS_TABLES", str(reigning))
+    dispatch.reload_tables()
+    yield
     monkeypatch.undo()
     dispatch.reload_tables()
 
 
-def test_what_is_faster_twice_takes_over(
-    store: Store, tmp_path: Path, champion: Callable[[int], None]
-) -> None:
-    champion(32)
+@pytest.mark.usefixtures("_champion")
+def test_what_is_faster_twice_takes_over(store: Store, tmp_path: Path) -> None:
     campaign = begin(store, tmp_path, max_trials=25)
     assert campaign.spec.champion
     campaign = go_on(campaign, FakeBench(prefers(64), noise=0.002))
@@ -283,11 +322,9 @@ def test_what_is_faster_twice_takes_over(
     assert served(campaign) == {mode: {64} for mode in campaign.operator.spec.modes}
 
 
-def test_what_is_no_faster_leaves_the_champion(
-    store: Store, tmp_path: Path, champion: Callable[[int], None]
-) -> None:
+@pytest.mark.usefixtures("_champion")
+def test_what_is_no_faster_leaves_the_champion(store: Store, tmp_path: Path) -> None:
     """Half a percent is below what the policy promotes for; a table does not flip over it."""
-    champion(32)
 
     def us(candidate: Candidate, workload: Workload) -> float:
         return 100.0 if candidate.config["chunk_size"] == 32 else 99.5
@@ -297,3 +334,164 @@ def test_what_is_no_faster_leaves_the_champion(
     )
     assert {c["decision"] for c in campaign.require("confirm")["comparisons"]} <= {"keep"}
     assert served(campaign) == {mode: {32} for mode in campaign.operator.spec.modes}
+
+
+# ---- two GPUs -----------------------------------------------------------------------------------
+
+HERE, THERE = ENVIRONMENT.uuid, "there"
+
+
+def there(us: Callable[..., float], **options: Any) -> FakeBench:
+    """Another GPU of the same product."""
+    environment = ENVIRONMENT.model_copy(update={"uuid": THERE})
+    return FakeBench(us, environment=environment, noise=0.002, **options)
+
+
+def sessions(campaign: Campaign) -> dict[str, list[str]]:
+    """Per mode the GPUs of the sessions, in order."""
+    return {
+        comparison["mode"]: [session["gpu"] for session in comparison["sessions"]]
+        for comparison in campaign.require("confirm")["comparisons"]
+    }
+
+
+def evidence_of(campaign: Campaign) -> Any:
+    return json.loads((campaign.folder / campaign.require("emit")["evidence"]).read_text())
+
+
+@pytest.mark.usefixtures("_champion")
+@pytest.mark.parametrize(
+    ("chunk", "decision", "reason"),
+    [
+        (64, "promote", "gain"),
+        (32, "inconclusive", "faster on here, slower on there"),
+        (45, "keep", "gain"),  # as far from either: a tie
+    ],
+)
+def test_a_second_gpu_has_to_confirm(
+    store: Store,
+    tmp_path: Path,
+    chunk: int,
+    decision: str,
+    reason: str,
+) -> None:
+    second = there(lambda c, w: 100.0 if chunk == 45 else prefers(chunk)(c, w))
+    campaign = go_on(
+        begin(store, tmp_path, max_trials=25),
+        FakeBench(prefers(64), noise=0.002),
+        second=second,
+        last="emit",
+    )
+    modes = campaign.operator.spec.modes
+    assert sessions(campaign) == {mode: [HERE, THERE] for mode in modes}
+    assert served(campaign) == {mode: {64 if decision == "promote" else 32} for mode in modes}
+    found = campaign.require("confirm")
+    assert found["gpus"] == sorted([HERE, THERE])
+    for comparison in found["comparisons"]:
+        assert comparison["decision"] == decision
+        assert reason in comparison["reason"]
+        first, other = (session["gain"] for session in comparison["sessions"])
+        assert first > 0.1
+        assert (other > 0.1) == (decision == "promote")
+    assert evidence_of(campaign)["confirmation"] == {
+        "gpus": found["gpus"], "comparisons": found["comparisons"],
+    }  # fmt: skip
+    assert {row.device for row in store.jobs(campaign.id) if row.kind != "confirm"} == {"CPU"}
+    if decision == "promote":
+        report_stage.write(campaign)
+        report = (campaign.folder / "report.md").read_text()
+        assert "Each confirmation ran on another GPU" in report
+        assert f"| `{HERE}` |" in report
+        assert f"| `{THERE}` |" in report
+
+
+@pytest.mark.usefixtures("_champion")
+def test_one_gpu_is_said_to_be_one(store: Store, tmp_path: Path) -> None:
+    campaign = begin(store, tmp_path, max_trials=25)
+    campaign = go_on(campaign, FakeBench(prefers(64), noise=0.002))
+    assert sessions(campaign) == {mode: [HERE, HERE] for mode in campaign.operator.spec.modes}
+    assert evidence_of(campaign)["confirmation"]["gpus"] == [HERE]
+    assert "no other one of the product took part" in (campaign.folder / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("_champion")
+def test_the_command_uses_a_second_gpu_at_hand(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def open_bench(device: str, policy: Policy, *, seed: int) -> FakeBench:
+        opened.append((device, seed))
+        return there(prefers(64))
+
+    monkeypatch.setattr(campaigns, "Bench", open_bench)
+    monkeypatch.setattr(campaigns, "uuid_of", lambda device: THERE)
+    campaign = begin(store, tmp_path, max_trials=25)
+    bench: Any = FakeBench(prefers(64), noise=0.002)
+    campaign = campaigns.drive_to(
+        "confirm", store, campaign.id, bench, tmp_path, None, {}, Terminal(True), "cuda:1"
+    )
+    assert opened == [("cuda:1", 3)]
+    assert sessions(campaign) == {mode: [HERE, THERE] for mode in campaign.operator.spec.modes}
+
+
+@pytest.mark.usefixtures("_champion")
+def test_a_second_gpu_that_is_gone_is_not_waited_for(store: Store, tmp_path: Path) -> None:
+    """Nor is there a second session twice, whatever GPUs there are when the campaign goes on."""
+    campaign = begin(store, tmp_path, max_trials=25)
+    bench = FakeBench(prefers(64), noise=0.002)
+    with pytest.raises(Killed):
+        go_on(campaign, bench, second=there(prefers(64), dies_at=1))
+    _expire(store)
+    campaign = go_on(campaign, bench, last="emit")
+    confirmed = [row for row in store.jobs(campaign.id) if row.kind == "confirm"]
+    modes = campaign.operator.spec.modes
+    assert [row.device for row in confirmed] == ["CPU"] * len(modes) + [THERE] * len(modes)
+    assert sessions(campaign) == {mode: [HERE, HERE] for mode in modes}
+    assert evidence_of(campaign)["confirmation"]["gpus"] == [HERE]
+
+
+@pytest.mark.usefixtures("_champion")
+def test_a_worker_on_another_gpu_confirms(
+    store: Store,
+    tmp_path: Path,
+    shipped: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controller knows of it by the jobs that it did, and what both measured is promoted."""
+    monkeypatch.setattr(controller, "PATIENCE_S", 60.0)
+    campaign = begin(store, tmp_path, max_trials=25, **shipped)
+    environment = ENVIRONMENT.model_copy(update={"timer": shipped["timer"]})
+    took_part, over = threading.Event(), threading.Event()
+
+    def here(candidate: Candidate, workload: Workload) -> float:
+        assert took_part.wait(60)
+        return prefers(64)(candidate, workload)
+
+    def elsewhere(candidate: Candidate, workload: Workload) -> float:
+        took_part.set()
+        return prefers(64)(candidate, workload)
+
+    def work() -> None:
+        bench = FakeBench(
+            elsewhere, environment=environment.model_copy(update={"uuid": THERE}), noise=0.002
+        )
+        with Store.open(store.url) as own:
+            worker = Worker(own, "cpu", "CPU", bench, tmp_path)
+            while not over.is_set():
+                if not worker.once():
+                    time.sleep(0.05)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        campaign = go_on(
+            campaign, FakeBench(here, environment=environment, noise=0.002), last="emit"
+        )
+    finally:
+        over.set()
+        thread.join()
+    assert {frozenset(gpus) for gpus in sessions(campaign).values()} == {frozenset({HERE, THERE})}
+    assert {c["decision"] for c in campaign.require("confirm")["comparisons"]} == {"promote"}
+    promote.require_promotable(campaign, campaign.policy)
+    store.check(campaign.id)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
-from fastkernels_tuner.cli import main
+from fastkernels.core.device import DeviceInfo
+from fastkernels_tuner.cli import common, main
 from tuner.tests.toy import RULES, both_modes, crossing, write_rules, write_sweep
 
 pytestmark = pytest.mark.usefixtures("toy")
@@ -88,3 +90,22 @@ def test_left_out_candidates_are_named(tmp_path: Path) -> None:
     result = invoke("--sweep", write_sweep(tmp_path, rows), "--out", tmp_path / "tables")
     assert result.exit_code == 0, result.output
     assert "tiled(tile=32, fast=True) is out: wrong on contest b1, mode plain" in result.stderr
+
+
+def test_second_sessions_go_to_another_gpu_of_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = ["A", "B", "A", "A"]
+
+    def named_device(name: str) -> DeviceInfo:
+        return DeviceInfo("sm90", products[int(name.removeprefix("cuda:"))], 132)
+
+    monkeypatch.setattr(common, "named_device", named_device)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(products))
+    assert common.second_gpu("cuda:0", None) == "cuda:2"
+    assert common.second_gpu("cuda:2", None) == "cuda:0"
+    assert common.second_gpu("cuda:1", None) is None
+    assert common.second_gpu("cuda:0", "cuda:3") == "cuda:3"
+    assert common.second_gpu("cuda:0", "cuda") is None  # the campaign's own
+    with pytest.raises(click.UsageError, match="cuda:1: it is B, expected A"):
+        common.second_gpu("cuda:0", "cuda:1")
+    assert common.second_gpu("cpu", None) is None

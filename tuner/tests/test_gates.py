@@ -171,6 +171,15 @@ DISORDER: dict[str, tuple[str, dict[str, Any], type, Any]] = {
     "other environment": (
         "environment", {"environment": HERE.model_copy(update={"uuid": "GPU-2"})},
         Inconclusive, "other environments"),
+    "a third GPU": (
+        "environment",
+        {"environment": HERE.model_copy(update={"uuid": "GPU-2"}), "gpus": ("GPU-3",)},
+        Inconclusive, "other environments"),
+    "the other GPU's driver": (
+        "environment",
+        {"environment": HERE.model_copy(update={"uuid": "GPU-2", "driver": "2"}),
+         "gpus": (HERE.uuid,)},
+        Inconclusive, "other environments"),
     "throttled": (
         "environment",
         {"evaluations": tuple(
@@ -338,7 +347,11 @@ ROUTES = [
 def test_our_own_routes_are_clean(operator: Operator, route: Route) -> None:
     who = candidate(operator.name, route, dataclasses.asdict(route.default_config))
     files = gates.sources(who)
-    assert any(path.endswith((f"{route.name}.py", f"{route.name}.cu")) for path in files)
+    own = f"{route.name}.py"
+    if route.language != "torch":
+        kernels = catalog.module(operator.name, "kernels").KERNELS
+        own = next(kernel.source for kernel in kernels if kernel.name == route.name)
+    assert any(path.endswith(own) for path in files)
     assert not any("reference.py" in path for path in files)
     assert banned(files) == []
 

@@ -511,8 +511,9 @@ def test_an_interruption_leaves_nothing_half_done(
     assert bench.judge(HONEST, DECODE, [1, 2]).trials == 2
 
 
-def test_processes_end_with_their_broker(shared: Bench) -> None:
-    """As if it had been killed: nobody tells them, but their connections are closed."""
+def test_processes_end_with_their_broker_and_are_replaced(shared: Bench) -> None:
+    """As if it had been killed: nobody tells them, but their connections are closed. What they lent
+    ends with them; so does, in another way, what replaced them."""
     shared.judge(HONEST, DECODE, [1])
     processes = [shared._judge, *(seat.process for seat in shared._seats)]
     alive = [process for process in processes if process is not None and process.is_alive]
@@ -525,10 +526,6 @@ def test_processes_end_with_their_broker(shared: Bench) -> None:
     shared._nursery._channel.close()
     assert wait_until_gone(*(process.pid for process in alive), shared._nursery._process.pid)
     assert not any(Path(path).exists() for path in files)
-
-
-def test_what_ended_is_replaced_and_closing_ends_it_all(shared: Bench) -> None:
-    """Also the nursery, after the test before."""
     found = shared.evaluate(HONEST, DECODE, iterations=1, trials=1)
     assert found.failure is None
     (attempt,) = found.attempts

@@ -108,11 +108,12 @@ def a_report(**changes: Any) -> CampaignReport:
             Comparison(
                 about="functional[batch_size=0..10]", challenger=SMALL, baseline=SLOW,
                 effect=0.0123, ci=(0.0067, 0.0173), gain_us=0.069, workloads=4, pairs=8,
-                discarded=1, decision="promote",
+                discarded=1, decision="promote", uuid=ENVIRONMENT.uuid,
             ),
             Comparison(
                 about="functional[batch_size=11..64]", challenger=LARGE, baseline=SMALL,
                 effect=-0.002, ci=(-0.004, 0.0), pairs=16, decision="keep", is_confirmation=True,
+                uuid=ENVIRONMENT.uuid,
             ),
         ),
         "regimes": (
@@ -296,6 +297,7 @@ def test_a_page_needs_nothing_but_itself(html: str) -> None:
         "+1.23 % [+0.67 %, +1.73 %]",
         "\u22120.20 % [\u22120.40 %, +0.00 %]",
         "keep, confirmation",
+        "Confirmations ran on the same GPU: no other one of the product took part.",
         "8 (+1 discarded)",
         "7ea57f38983d1e7e",
         "8.7 %",
@@ -317,6 +319,33 @@ def test_a_page_needs_nothing_but_itself(html: str) -> None:
 def test_both_forms_say(html: str, markdown: str, fact: str) -> None:
     assert fact in Document(html).words
     assert fact in Document(MARKDOWN.render(markdown)).words
+
+
+def session(about: str, number: int, uuid: str) -> Comparison:
+    return Comparison(
+        about=about, challenger="fitted table", baseline="champion", effect=0.02, ci=(0.01, 0.03),
+        pairs=4, decision="promote", is_confirmation=number > 1, uuid=uuid,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inplace", "words"),
+    [
+        ("GPU-77aa0c11-2", "Each confirmation ran on another GPU of the same product"),
+        ("GPU-a5408410-1", "ran on another GPU of the same product, but not of inplace."),
+    ],
+)
+def test_gpus_of_confirmations(inplace: str, words: str) -> None:
+    first, second = "GPU-a5408410-1", "GPU-77aa0c11-2"
+    comparisons = (
+        session("functional", 1, first), session("functional", 2, second),
+        session("inplace", 1, first), session("inplace", 2, inplace),
+        session("pool", 1, first),
+    )  # fmt: skip
+    text = render_markdown(a_report(comparisons=comparisons))
+    assert words in text
+    assert text.count("| `GPU-a5408410` |") + text.count("| `GPU-77aa0c11` |") == 5
+    assert "Confirmations" not in render_markdown(a_report(comparisons=comparisons[-1:]))
 
 
 def test_times_of_a_size(markdown: str) -> None:

@@ -20,6 +20,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -46,9 +47,11 @@ from fastkernels_tuner.model import (
     Regime,
     Trials,
     Workload,
+    canonical,
 )
-from fastkernels_tuner.search import Search, SearchError, TakenOver, TrialResult, plan
+from fastkernels_tuner.search import Outage, Search, SearchError, TakenOver, TrialResult, plan
 from fastkernels_tuner.space import Space, configs, find_route, space_of
+from fastkernels_tuner.store import Store, study_storage
 
 OP = "gdn_decode"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -123,7 +126,9 @@ def big(monkeypatch: pytest.MonkeyPatch) -> Space:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'tune.db'}"
+    """Of a store; its path has what means something to Optuna, and nothing here."""
+    with Store.open(str(tmp_path / "{tune} 1.db")) as store:
+        return store.url
 
 
 def pace(config: dict[str, Any], size: int) -> float:
@@ -148,7 +153,8 @@ class Fake:
         special = self.outcome(candidate, workload, iterations) if self.outcome else None
         if special is not None:
             return special
-        rng = random.Random(f"{candidate.id}{workload.id}{iterations}")
+        # Not by the candidate's id, in which the text of this file is.
+        rng = random.Random(f"{canonical(candidate.config)}{workload.id}{iterations}")
         us = pace(candidate.config, size)
         times = [us * math.exp(rng.gauss(0, self.noise)) for _ in range(iterations)]
         return timed(candidate, workload, times)
@@ -448,7 +454,10 @@ def test_whatever_fails_the_best_is_the_best_of_the_right(seed: int, small: Spac
         name = doomed.setdefault(candidate.id, rng.choice(["", *BAD]))
         return BAD[name][0](candidate, workload) if name and rng.random() < 0.6 else None
 
-    results = make(small).run(Fake(outcome), WORKLOADS)
+    search, fake, results = make(small), Fake(outcome), list[TrialResult]()
+    while not results:
+        with suppress(Outage):  # by chance the machine may seem out of order
+            results = search.run(fake, WORKLOADS)
     ended = by_config(results)
     right = [r for r in ended.values() if r.state == "complete"]
     assert len(ended) == 9
@@ -468,6 +477,69 @@ def test_a_fault_of_the_infrastructure_is_retried(small: Space) -> None:
     assert [r.cause for r in mine] == [Cause.FOREIGN_PROCESS, Cause.ECC_XID, None]
     assert mine[-1] == results[0]
     assert mine[-1].state == "complete"
+
+
+@pytest.mark.parametrize("good", [0, 20])
+def test_fault_upon_fault_ends_the_search_and_counts_against_no_config(
+    good: int, url: str, big: Space
+) -> None:
+    """The device is lost after so many calls, for good, and later it is back."""
+    lost = True
+
+    def outcome(candidate: Candidate, workload: Workload, _: int) -> Evaluation | None:
+        is_lost = lost and len(fake.calls) > good
+        return fails(candidate, workload, Cause.GPU_LOST) if is_lost else None
+
+    fake = Fake(outcome)
+    options: dict[str, Any] = {"policy": {"max_trials": 12}}
+    heard: list[TrialResult] = []
+    with pytest.raises(Outage, match=r"6 trials in a row.*gpu_lost: as told.*resume") as caught:
+        make(big, url, **options).run(fake, WORKLOADS, progress=heard.append)
+    assert caught.value.exit_code == 3
+    assert [r.cause for r in heard[-6:]] == [Cause.GPU_LOST] * 6
+    learnt = [r for r in heard if r.state in searches.SETTLED]
+    assert bool(learnt) == bool(good)
+    assert len(heard) == len(learnt) + 6
+    with pytest.raises(Outage, match="6 trials in a row"):  # it was resumed too soon
+        make(big, url, **options).run(fake, WORKLOADS)
+    lost = False
+    results = make(big, url, **options).run(fake, WORKLOADS)
+    assert Counter(r.state == "abandoned" for r in results) == {True: 12, False: 12}
+    ended = by_config(results)
+    assert ended[json.dumps(big.default)].state in ("complete", "pruned")
+    assert len([r for r in ended.values() if r.state != "abandoned"]) == 12
+
+
+def test_faults_are_the_configs_own_where_others_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = offer(monkeypatch, {"tile": tuple(range(1, 13))})
+    controls = []
+
+    def outcome(candidate: Candidate, workload: Workload, _: int) -> Evaluation | None:
+        if candidate.config == space.default:
+            controls.append(workload)
+            return None
+        return fails(candidate, workload, Cause.HARNESS_BUG)
+
+    results = make(space).run(Fake(outcome), WORKLOADS)
+    assert Counter(r.state for r in results) == {"complete": 1, "abandoned": 3 * 11}
+    assert len(controls) == 1 + 3 + 7 + 33 // 6
+
+
+def test_a_study_of_faults_alone_concludes_nothing(small: Space) -> None:
+    space, is_lost = space_of(find_route(OP, "toy_bare"), OP), True
+
+    def measure(candidate: Candidate, workload: Workload, _: int) -> Evaluation:
+        if is_lost:
+            return fails(candidate, workload, Cause.NODE_LOST)
+        return timed(candidate, workload, [2.0])
+
+    search = make(space)
+    with pytest.raises(Outage, match="3 trials in a row"):
+        search.run(measure, WORKLOADS)
+    is_lost = False
+    assert [r.state for r in search.run(measure, WORKLOADS)] == ["complete"] + ["abandoned"] * 3
 
 
 # ---- what is known before -----------------------------------------------------------------------
@@ -757,6 +829,17 @@ def test_several_processes_share_one_study(url: str, monkeypatch: pytest.MonkeyP
     assert len(results) <= 12  # two may begin with the same config at the same moment
 
 
+def test_studies_lie_in_the_store(url: str, tiny: Space) -> None:
+    make(tiny, url)
+    assert optuna.get_all_study_names(study_storage(url)) == [make(tiny).name]
+    with searches._storage(url, os.getpid()).engine.connect() as connection:
+        pragmas = [
+            connection.execute(text(f"PRAGMA {name}")).scalar()
+            for name in ("journal_mode", "synchronous", "busy_timeout")
+        ]
+    assert pragmas == ["wal", 1, 30_000]
+
+
 # ---- versions of a space ------------------------------------------------------------------------
 
 
@@ -868,7 +951,7 @@ def test_importances_name_the_knob_that_matters(monkeypatch: pytest.MonkeyPatch)
     space = offer(monkeypatch, {"tile": (1, 2, 4, 8), "mode": tuple("abcd")})
 
     def outcome(candidate: Candidate, workload: Workload, iterations: int) -> Evaluation:
-        rng = random.Random(f"{candidate.id}{workload.id}")
+        rng = random.Random(f"{canonical(candidate.config)}{workload.id}")
         return timed(candidate, workload, [int(candidate.config["tile"]) * rng.uniform(1, 1.1)])
 
     search = make(space)

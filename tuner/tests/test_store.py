@@ -799,6 +799,11 @@ def test_a_worker_takes_what_it_can_run(store: Store) -> None:
     assert job.id == second
     assert store.claim("b", device="cuda:1") is None
     assert [row.id for row in store.jobs(campaign, "queued")] == [first]
+    named = store.enqueue(campaign, "confirm", {}, device="GPU-1")
+    assert store.claim("b", device="cuda:1", gpu="GPU-2") is None
+    job = store.claim("b", device="cuda:1", gpu="GPU-1")
+    assert job is not None
+    assert (job.id, job.device) == (named, "cuda:1")
 
 
 def test_a_result_counts_once(store: Store, clock: Clock) -> None:

@@ -67,16 +67,23 @@ class Done(NamedTuple):
     payload: dict[str, Any]
     result: dict[str, Any]
 
+    @property
+    def gpu(self) -> str:
+        """The UUID of the GPU on which it was done."""
+        return str(self.result["gpu"])
+
 
 @dataclass
 class Campaign:
-    """`say` takes lines for the person at the terminal."""
+    """`say` takes lines for the person at the terminal; `at_hand` are the UUIDs of the GPUs that
+    this process can measure on."""
 
     store: Store
     id: str
     folder: Path  # of this campaign's files
     say: Callable[[str], None] = lambda line: None
     peers: Mapping[str, str] = field(default_factory=dict)  # name to module:function
+    at_hand: tuple[str, ...] = ()
 
     @cached_property
     def spec(self) -> CampaignSpec:
@@ -113,6 +120,11 @@ class Campaign:
         """Finished jobs of a kind, in the order in which they were asked for."""
         rows = (row for row in self.store.jobs(self.id, "done") if row.kind == kind)
         return [Done(row.payload, row.result or {}) for row in rows]
+
+    def gpus(self) -> list[str]:
+        """UUIDs of the GPUs at hand, then of those on which jobs were done, also by others."""
+        done = (row.result or {} for row in self.store.jobs(self.id, "done"))
+        return list(dict.fromkeys([*self.at_hand, *(result["gpu"] for result in done)]))
 
     def conclusion(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage concluded; None while it has not."""

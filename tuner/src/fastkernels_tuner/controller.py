@@ -1,7 +1,8 @@
 """Runs a campaign: a controller that asks and concludes, and workers that do one job at a time.
 
 One process is both on one GPU. `worker` is another GPU's or host's: it needs the store and nothing
-else. A job runs whole on one worker, so no comparison ever spans two GPUs.
+else. A job runs whole on one worker, so no comparison ever spans two GPUs. Most jobs are of any GPU
+of a product; one that names a GPU waits for whoever serves that one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any, Protocol
 
 from fastkernels_tuner.campaign import Campaign, Measures
 from fastkernels_tuner.errors import TunerError
-from fastkernels_tuner.model import Cause, Environment, Failure, Policy
+from fastkernels_tuner.model import Cause, Environment, Failure
 from fastkernels_tuner.stages import BY_NAME, STAGES, Stage, name_of
 from fastkernels_tuner.store import Job, Lease, LeaseLost, Store
 
 TTL_S = 60.0
 POLL_S = 0.5
+PATIENCE_S = 5.0
+"""An idle worker on the GPU that a job names has taken it by then: workers look every second."""
 
 
 class OutOfBudget(TunerError):
@@ -53,9 +56,6 @@ class Opened(Measures, Protocol):
     ) -> None: ...
 
 
-BenchFactory = Callable[[str, Policy, int], Opened]
-
-
 def identity() -> str:
     """Of this process, for leases: host, process and thread."""
     return f"{socket.gethostname()}:{os.getpid()}:{threading.get_ident()}"
@@ -80,21 +80,24 @@ def is_alive(owner: str) -> bool:
 class Worker:
     """Does jobs of any campaign in a store, on one device.
 
-    `queue` is what jobs name as their device: the product, so that equal GPUs share the work.
+    `queue` is what jobs name as their device: the product, so that equal GPUs share the work, or
+    the UUID of a GPU that is there for the jobs that name it alone.
     """
 
     store: Store
     device: str
     queue: str
-    bench: Measures
+    bench: Opened
     folder: Path
     say: Callable[[str], None] = lambda line: None
     peers: Mapping[str, str] = field(default_factory=dict)
     name: str = field(default_factory=identity)
 
-    def once(self) -> bool:
-        """One job; False where there is none for this device."""
-        job = self.store.claim(self.name, device=self.queue, ttl_s=TTL_S)
+    def once(self, in_place_of: str = "") -> bool:
+        """One job; False where there is none for this device. `in_place_of`: the UUID of a GPU that
+        nobody serves, whose jobs are taken, too."""
+        gpu = self.bench.environment.uuid
+        job = self.store.claim(self.name, device=self.queue, gpu=in_place_of or gpu, ttl_s=TTL_S)
         if job is None:
             return False
         campaign = Campaign(
@@ -104,7 +107,8 @@ class Worker:
             try:
                 started, self.bench.lease = time.monotonic(), job.token
                 result = BY_NAME[job.kind].run(campaign, job.payload, self.bench)
-                result = {**result, "device_s": round(time.monotonic() - started, 3)}
+                seconds = round(time.monotonic() - started, 3)
+                result = {**result, "device_s": seconds, "gpu": gpu}
             except LeaseLost:
                 return True
             except TunerError:
@@ -164,12 +168,14 @@ def beating(beat: Callable[[], None], ttl_s: float) -> Iterator[threading.Event]
 
 @dataclass
 class Controller:
-    """Takes a campaign from wherever it stands to its end. `until`: when the time is up."""
+    """Takes a campaign from wherever it stands to its end. `until`: when the time is up; `second`
+    is on another GPU, for jobs that name it and that no other process takes."""
 
     campaign: Campaign
     worker: Worker
     lease: Lease
     until: float | None = None  # time.monotonic()
+    second: Worker | None = None
 
     def run(self, last: str = name_of(STAGES[-1])) -> None:
         """Up to the end of the stage `last`. Raises OutOfBudget, StageFailed; KeyboardInterrupt
@@ -200,7 +206,9 @@ class Controller:
         campaign, asked = self.campaign, set[int]()
         while True:
             numbers = {
-                campaign.store.enqueue(campaign.id, name, payload, device=self.worker.queue)
+                campaign.store.enqueue(
+                    campaign.id, name, payload, device=payload.get("gpu") or self.worker.queue
+                )
                 for payload in stage.jobs(campaign)
             }
             if numbers <= asked:
@@ -215,15 +223,27 @@ class Controller:
             raise StageFailed(f"{name}: all {len(rows)} pieces of work failed")
 
     def _work(self) -> None:
-        campaign = self.campaign
+        campaign, idle_since = self.campaign, time.monotonic()
         while True:
             if self.until is not None and time.monotonic() > self.until:
                 raise OutOfBudget(f"{campaign.id}: the time is used up; resume it later")
             campaign.store.recover(1 + campaign.policy.max_retries, campaign.id)
             if self.worker.once():
+                idle_since = time.monotonic()
                 continue
-            if not campaign.store.jobs(campaign.id, "running") and not campaign.store.jobs(
-                campaign.id, "queued"
-            ):
+            rows = campaign.store.jobs(campaign.id)  # at one moment: others take and settle jobs
+            queued = [row for row in rows if row.status == "queued"]
+            if any(row.status == "running" for row in rows):
+                idle_since = time.monotonic()
+            elif not queued:
                 return
+            elif time.monotonic() - idle_since > PATIENCE_S and self._stand_in(queued[0].device):
+                continue
             time.sleep(POLL_S)
+
+    def _stand_in(self, gpu: str) -> bool:
+        """A job for a GPU that nobody serves: on that GPU if it is ours, else on the first one."""
+        if self.second is not None and self.second.queue == gpu:
+            return self.second.once()
+        self.campaign.say(f"nobody serves {gpu}: what was left to it is done here")
+        return self.worker.once(in_place_of=gpu)

@@ -29,9 +29,11 @@ def evaluations(campaign: Campaign) -> Iterable[tuple[Workload, Candidate, Evalu
                 yield workload, Candidate(**entry["candidate"]), Evaluation(**entry["evaluation"])
 
 
-def build(campaign: Campaign, kept: Iterable[plan.Group] = ()) -> dict[str, Any]:
+def build(
+    campaign: Campaign, kept: Iterable[plan.Group] = (), **more: dict[str, Any]
+) -> dict[str, Any]:
     """The sweep. `kept`: modes and constants in which the champion stays, so that only what serves
-    them today may be chosen."""
+    them today may be chosen. `more`: what else the file says."""
     kept, out = set(kept), rejected(campaign)
     environment = campaign.spec.environment
     commit, _, dirt = environment.code.partition("+")
@@ -74,6 +76,7 @@ def build(campaign: Campaign, kept: Iterable[plan.Group] = ()) -> dict[str, Any]
         "campaign": campaign.id,
         "policy": {"name": campaign.policy.name, "digest": campaign.policy.id},
         "created": created(campaign),
+        **more,
         "rows": rows,
         "left_out": left_out,
     }

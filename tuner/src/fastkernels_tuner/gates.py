@@ -64,6 +64,7 @@ class Evidence(Model):
     """Everything that was found out about one candidate, failed attempts included.
 
     gathered_under: ids of the policies under which the parts were gathered.
+    gpus: UUIDs of further GPUs, alike in everything else, that parts may have been measured on.
     sources: texts by path.   is_built: None where nobody tried.
     smoke: ids of the rows that are judged first, one of each regime.
     trials: of workloads and generators, no draw twice: what bounds are computed from. Those inside
@@ -74,6 +75,7 @@ class Evidence(Model):
     policy: Policy
     gathered_under: tuple[str, ...]
     environment: Environment
+    gpus: tuple[str, ...] = ()
     workloads: tuple[Workload, ...]
     strata: tuple[Stratum, ...]
     smoke: tuple[str, ...]
@@ -457,9 +459,11 @@ def timer(candidate: Candidate, evidence: Evidence) -> Outcome:
 
 
 def environment(candidate: Candidate, evidence: Evidence) -> Outcome:
-    """One environment, few discarded blocks, no more attempts than the policy allows."""
-    policy, blocks = evidence.policy, evidence.blocks
-    other = {block.environment for block in blocks} - {evidence.environment.id}
+    """One environment, on any GPU of the product, few discarded blocks, no more attempts than the
+    policy allows."""
+    policy, blocks, here = evidence.policy, evidence.blocks, evidence.environment
+    alike = {here.model_copy(update={"uuid": uuid}).id for uuid in (here.uuid, *evidence.gpus)}
+    other = {block.environment for block in blocks} - alike
     if other:
         message = f"blocks were measured in other environments: {', '.join(sorted(other))}"
         return Inconclusive(message=message, is_environment=True)

@@ -11,6 +11,10 @@ the geometric mean over workloads of the median time. What a trial says about a 
 
 The last two are FAIL to Optuna, so that nothing in it takes them for a result.
 
+Where fault follows upon fault and what was measured before cannot be measured any more, or where a
+study would end with nothing but faults, it is the machine that is out of order: the search ends
+with an `Outage`, and these trials count against no config when it goes on.
+
 A study belongs to one version of the space, sources, rungs and environment, since Optuna refuses
 to change the choices of a knob. A new version starts with what an older one of the same campaign
 found out: its trials where only the values of knobs changed, else its best configs, to be measured
@@ -27,7 +31,6 @@ import math
 import os
 import random
 import socket
-import sqlite3
 import statistics
 import time
 import warnings
@@ -36,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -44,7 +47,7 @@ from optuna.exceptions import ExperimentalWarning, TrialPruned, UpdateFinishedTr
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from fastkernels_tuner.errors import TunerError
+from fastkernels_tuner.errors import TunerError, UnfitError
 from fastkernels_tuner.model import (
     Candidate,
     Cause,
@@ -59,6 +62,7 @@ from fastkernels_tuner.model import (
     digest,
 )
 from fastkernels_tuner.space import Space, configs, problem_keys, source_digest
+from fastkernels_tuner.store import study_storage
 
 # Every trial is told to `progress`; Optuna's own lines would say it twice.
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -74,6 +78,9 @@ GRACE_S = 60
 """A trial of another machine without a heartbeat for so long is dead."""
 REDUCTION = 3
 """One in so many trials climbs to the next rung."""
+PATIENCE = 2
+"""After so many configs' attempts that were all faults the machine is looked at: one config may be
+the cause of its own."""
 DRAWS = 10
 """How often TPE may propose what was tried before."""
 FEWEST_FOR_IMPORTANCES = 6
@@ -81,6 +88,10 @@ FEWEST_FOR_IMPORTANCES = 6
 
 class SearchError(TunerError):
     """A search that makes no sense: no workloads, or others than the study was begun with."""
+
+
+class Outage(UnfitError):
+    """Trial after trial failed for no fault of the configs: the device is lost, or the like."""
 
 
 class TakenOver(TunerError):
@@ -109,6 +120,11 @@ class TrialResult(Model):
     def cause(self) -> Cause | None:
         return self.failure.cause if self.failure else None
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether the infrastructure failed, not the config."""
+        return self.state == "abandoned" and self.failure is not None
+
 
 class _Failed(Exception):
     def __init__(self, failure: Failure) -> None:
@@ -130,7 +146,7 @@ class Search:
     each with the reason. `environment`: the id of what times may be compared within.
 
     A space of at most `Policy.exhaustive_below` configs is tried completely if `Policy.max_trials`
-    suffices, another one by TPE. `storage_url` None keeps the study in memory.
+    suffices, another one by TPE. `storage_url` is a store's; None keeps the study in memory.
     """
 
     def __init__(
@@ -186,16 +202,24 @@ class Search:
         `measure(candidate, workload, iterations)` judges and times; it has to end by itself. What
         it raises is the candidate's failure, but for a TunerError, which is raised on, as Ctrl-C
         is: the study stays as it should be, and another `run` resumes it. `progress` hears of each
-        trial that ended. Gives `results()`. Raises SearchError, TakenOver.
+        trial that ended. Gives `results()`. Raises SearchError, TakenOver, Outage.
         """
         self._prepare(workloads)
         self._measure, self._stop = measure, stop
+        faults: list[TrialResult] = []  # the last trials of this run, as long as they are such
         try:
             self._release()
             self._enqueue()
             while not stop() and self._has_more():
                 for result in self._next():
                     progress(result)
+                    faults = [*faults, result] if result.is_fault else []
+                if len(faults) >= PATIENCE * (1 + self.policy.max_retries):
+                    if not self._is_well():
+                        self._call_off(faults)
+                    faults = []
+            if faults and not stop() and not any(r.state in SETTLED for r in self.results()):
+                self._call_off(faults)
         finally:
             self._release()
         return self.results()
@@ -363,17 +387,43 @@ class Search:
         )
         return spent < self.policy.max_trials and any(self._open_configs(trials))
 
+    def _is_well(self) -> bool:
+        """Whether the best config can still be measured: what failed has its own faults then."""
+        if self.best is None:
+            return False
+        workloads, iterations = self._plan[0]
+        try:
+            self._median(self.best.candidate, workloads[0], iterations)
+        except _Failed as error:
+            return not error.failure.cause.is_infrastructure
+        return True
+
+    def _call_off(self, faults: Sequence[TrialResult]) -> NoReturn:
+        """Raises Outage over these trials, which count as no attempts of their configs any more."""
+        excused = self.study.user_attrs.get("excused", [])
+        self.study.set_user_attr("excused", [*excused, *(fault.number for fault in faults)])
+        last = faults[-1].failure
+        assert last is not None
+        raise Outage(
+            f"{self.name}: {len(faults)} trials in a row failed for no fault of their configs, the"
+            f" last one with {last.cause.value}: {last.message}; `fastkernels-tune resume` goes on,"
+            " and they do not count"
+        )
+
     def _open_configs(
         self, trials: Sequence[FrozenTrial]
     ) -> tuple[list[dict[str, Knob]], list[dict[str, Knob]]]:
         """Legal configs that nobody is trying: to be tried again, and never tried."""
+        excused = self.study.user_attrs.get("excused", [])
         closed: set[str] = set()
         attempts: Counter[str] = Counter()
         for trial in trials:
             config, state = canonical(_config_of(trial)), _state(trial)
             if trial.state == TrialState.RUNNING or state in SETTLED:
                 closed.add(config)
-            elif state == "abandoned" and "stopped" not in trial.user_attrs:
+            elif trial.number in excused or "stopped" in trial.user_attrs:
+                continue
+            elif state == "abandoned":
                 # A config that takes the controller down with it must not do so for ever.
                 attempts[config] += 1
         open_configs = {name: config for name, config in self._legal.items() if name not in closed}
@@ -662,27 +712,12 @@ def _state(trial: FrozenTrial) -> State | None:
     return "failed"
 
 
-class _Connection(sqlite3.Connection):
-    """Others write to the file, too. A trial is a dozen transactions: with this log a process that
-    dies loses none, and a machine that does loses the last ones, which cost a measurement."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.execute("PRAGMA journal_mode = WAL")
-        self.execute("PRAGMA synchronous = NORMAL")
-
-
 @cache
 def _storage(url: str, pid: int) -> RDBStorage:
     """A second to open for the first time; a connection does not survive a fork."""
-    options: dict[str, Any] = {"pool_pre_ping": True}  # a measurement may outlast a connection
-    if url.startswith("sqlite"):
-        options["connect_args"] = {"timeout": 60, "factory": _Connection}  # s
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        return RDBStorage(
-            url, engine_kwargs=options, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S
-        )
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of the heartbeat
+        return study_storage(url, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
 
 
 def _owner() -> dict[str, Any]:

@@ -16,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -207,22 +208,22 @@ def _module_files(module: str) -> dict[str, Path]:
                 raise SpaceError(f"module {module!r} has no file to tell its sources by")
             continue
         found[name] = Path(spec.origin)
-        open_modules += [
-            each for each in _imports(found[name], spec) if each.startswith("fastkernels.ops.")
-        ]
+        imported = _imports(found[name].read_bytes(), spec.parent or "")
+        open_modules += [each for each in imported if each.startswith("fastkernels.ops.")]
     return found
 
 
-def _imports(path: Path, spec: ModuleSpec) -> Iterator[str]:
-    """Names that a file imports; of `from a import b` both a and a.b, which may be a module."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+@lru_cache(maxsize=256)  # by content: a campaign asks for every candidate that it writes down
+def _imports(text: bytes, package: str) -> tuple[str, ...]:
+    """Names that a module imports; of `from a import b` both a and a.b, which may be a module."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            dots = "." * node.level
-            base = importlib.util.resolve_name(f"{dots}{node.module or ''}", spec.parent)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 def _spec(name: str) -> ModuleSpec | None:

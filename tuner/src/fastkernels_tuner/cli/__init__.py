@@ -15,6 +15,7 @@ import click
 import fastkernels_tuner
 from fastkernels_tuner.cli import campaigns, single, stores, tables
 from fastkernels_tuner.cli.common import (
+    confirm_option,
     device_option,
     folder_option,
     json_option,
@@ -33,6 +34,7 @@ from fastkernels_tuner.cli.common import (
 @click.option("--seed", default=0, show_default=True)
 @click.option("--peer", "peers", multiple=True, help="name=module:function; repeatable.")
 @click.option("--dry-run", is_flag=True, help="Say what would be searched, and stop.")
+@confirm_option
 @policy_option
 @folder_option
 @storage_option

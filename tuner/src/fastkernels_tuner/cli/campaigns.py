@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
+import torch
 
 from fastkernels_tuner import candidates, plan, promote
 from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.cli.common import (
     command,
+    confirm_option,
     device_of,
     device_option,
     folder_option,
@@ -20,11 +23,13 @@ from fastkernels_tuner.cli.common import (
     opened,
     policy_of,
     policy_option,
+    second_gpu,
     storage_option,
 )
 from fastkernels_tuner.controller import Controller, Worker, identity, is_alive
 from fastkernels_tuner.errors import UnfitError
 from fastkernels_tuner.measure import Bench
+from fastkernels_tuner.measure.guards import uuid_of
 from fastkernels_tuner.model import CampaignSpec, Policy
 from fastkernels_tuner.stages import STAGES, name_of
 from fastkernels_tuner.stages import promote as promote_stage
@@ -45,6 +50,7 @@ def tune(
     seed: int,
     peers: Sequence[str],
     dry_run: bool,
+    confirm_on: str | None,
     policy_file: Path | None,
     folder: Path,
     storage: str | None,
@@ -52,6 +58,7 @@ def tune(
 ) -> int:
     found_peers = _peers(peers)
     where = device_of(device)
+    second = second_gpu(where, confirm_on)
     policy = policy_of(where, policy_file, trials)
     with Bench(where, policy, seed=seed) as bench:
         spec = spec_of(op, where, policy, bench, routes, seed)
@@ -62,13 +69,14 @@ def tune(
             number = store.create(spec)
             terminal.say(f"campaign {number}")
             terminal.say(_describe(spec))
-            return _drive(store, number, bench, folder, wall, found_peers, terminal)
+            return _drive(store, number, bench, folder, wall, found_peers, terminal, second)
 
 
 @click.command()
 @click.argument("campaign", required=False)
 @click.option("--wall", type=click.FloatRange(1), help="Stop after so many seconds.")
 @click.option("--peer", "peers", multiple=True, help="name=module:function; repeatable.")
+@confirm_option
 @device_option
 @folder_option
 @storage_option
@@ -78,6 +86,7 @@ def resume(
     campaign: str | None,
     wall: float | None,
     peers: Sequence[str],
+    confirm_on: str | None,
     device: str | None,
     folder: Path,
     storage: str | None,
@@ -91,7 +100,8 @@ def resume(
         where = device_of(device or spec.device)
         with Bench(where, spec.policy, seed=spec.seed) as bench:
             _require_same(spec, bench)
-            return _drive(store, number, bench, folder, wall, found_peers, terminal)
+            second = second_gpu(where, confirm_on)
+            return _drive(store, number, bench, folder, wall, found_peers, terminal, second)
 
 
 def _drive(
@@ -102,8 +112,9 @@ def _drive(
     wall: float | None,
     peers: Mapping[str, str],
     terminal: Terminal,
+    second: str | None,
 ) -> int:
-    campaign = drive_to("report", store, number, bench, folder, wall, peers, terminal)
+    campaign = drive_to("report", store, number, bench, folder, wall, peers, terminal, second)
     emitted = campaign.require("emit")
     document = {
         "campaign": number,
@@ -139,15 +150,25 @@ def drive_to(
     wall: float | None,
     peers: Mapping[str, str],
     terminal: Terminal,
+    second: str | None = None,
 ) -> Campaign:
-    """A campaign to the end of the stage `last`."""
-    campaign = Campaign(store, number, folder / number, terminal.say, peers)
-    queue = _queue(campaign.spec)
-    worker = Worker(store, campaign.spec.device, queue, bench, folder, terminal.say, peers)
+    """A campaign to the end of the stage `last`; `second` is another GPU at hand."""
+    here = bench.environment.uuid
+    campaign = Campaign(store, number, folder / number, terminal.say, peers, (here,))
+    spec = campaign.spec
+    worker = Worker(store, spec.device, _queue(spec), bench, folder, terminal.say, peers)
     until = None if wall is None else time.monotonic() + wall
-    with _hold(store, number, terminal) as lease:
+    with ExitStack() as stack:
+        other = None
+        if second is not None:
+            uuid = uuid_of(torch.device(second))
+            campaign.at_hand = (here, uuid)
+            # Its processes start when it has something to do.
+            other_bench = stack.enter_context(Bench(second, spec.policy, seed=spec.seed))
+            other = Worker(store, second, uuid, other_bench, folder, terminal.say, peers)
+        lease = stack.enter_context(_hold(store, number, terminal))
         promote.repair(campaign, lease)
-        Controller(campaign, worker, lease, until).run(last)
+        Controller(campaign, worker, lease, until, other).run(last)
     return campaign
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from fastkernels.core.device import named_device
 from fastkernels.errors import ArgumentError
 from fastkernels_tuner import policy
 from fastkernels_tuner.errors import TunerError, UnfitError
@@ -27,6 +28,13 @@ ANY_PATH = click.Path(path_type=Path)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 op_option = click.option("--op", required=True, help="Operator, e.g. gdn_decode.")
 device_option = click.option("--device", default=None, help="cpu, cuda, cuda:1; default: a GPU.")
+confirm_option = click.option(
+    "--confirm-on",
+    metavar="DEVICE",
+    default=None,
+    help="GPU of second sessions; default: another one of the same product, if there is one."
+    " The campaign's own: no other one.",
+)
 policy_option = click.option("--policy", "policy_file", type=FILE, help="Rules of your own (TOML).")
 folder_option = click.option(
     "--folder",
@@ -79,6 +87,21 @@ def device_of(name: str | None) -> str:
     if index >= count:
         raise UnfitError(f"there is no cuda:{index}: torch sees {count} GPUs")
     return f"cuda:{index}"
+
+
+def second_gpu(device: str, wanted: str | None) -> str | None:
+    """What `--confirm-on` says for a campaign on `device`: another GPU, or None."""
+    chosen = None if wanted is None else device_of(wanted)
+    if device in ("cpu", chosen):
+        return None
+    own = named_device(device)
+    if chosen is None:
+        others = (f"cuda:{index}" for index in range(torch.cuda.device_count()))
+        return next((o for o in others if o != device and named_device(o) == own), None)
+    if named_device(chosen) != own:
+        product = named_device(chosen).product
+        raise click.UsageError(f"--confirm-on {wanted}: it is {product}, expected {own.product}")
+    return chosen
 
 
 def policy_of(device: str, path: Path | None, trials: int | None = None) -> Policy:

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from fastkernels_tuner.errors import TunerError
 from fastkernels_tuner.model import Cause
+
+
+def uuid_of(device: torch.device) -> str:
+    """A GPU's, as nvidia-smi writes it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
 class DeviceBusy(TunerError):

@@ -28,6 +28,7 @@ from fastkernels.testing import cupti, workloads
 from fastkernels.testing.record import environment
 from fastkernels_tuner.measure import buffers
 from fastkernels_tuner.measure.buffers import CudaSlab, FileSlab
+from fastkernels_tuner.measure.guards import uuid_of
 from fastkernels_tuner.measure.protocol import (
     AnyMessage,
     Buffer,
@@ -197,15 +198,14 @@ class Judge:
 
     def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
         """The case, and how inputs and results come about: on the device where the operator has a
-        way to, adversarial ones always by the oracle."""
+        way to, results of adversarial ones always by the oracle."""
         if workload.listed == "adversarial":
             from fastkernels_tuner import trials  # late: it brings SciPy
 
-            oracle = catalog.module(workload.op, "reference").reference
             return (
                 trials.case_of(workload),
                 lambda seed: trials.draw(workload, seed, self.device)[0],
-                oracle,
+                workloads.load(workload.op).expect_by_oracle,
             )
         case, work = workload.build(), workloads.load(workload.op)
 
@@ -490,8 +490,7 @@ def facts(device: torch.device) -> Facts:
     timer: Literal["cupti", "wall", "none"] = "wall"
     uuid, driver, why = platform.node(), "", ""
     if device.type == "cuda":
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        uuid = uuid_of(device)
         driver = _driver(uuid)
         timer = "cupti"
         try:

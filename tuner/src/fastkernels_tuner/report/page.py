@@ -371,6 +371,9 @@ def _comparisons(report: CampaignReport, cast: Cast) -> Iterable[Block]:
         f"{', '.join(map(str, policy.looks))} pairs at a joint level of "
         f"{words.percent(policy.alpha, 0)}. Positive: the challenger is faster."
     )
+    if text := _confirmed_on(report.comparisons):
+        yield Text(text)
+    has_gpu = any(each.uuid for each in report.comparisons)
     scale = _Scale.of(report.comparisons)
     yield Table(
         "Paired comparisons",
@@ -382,6 +385,7 @@ def _comparisons(report: CampaignReport, cast: Cast) -> Iterable[Block]:
             Column("gain, µs", True),
             Column("workloads", True),
             Column("pairs", True),
+            *([Column("GPU")] if has_gpu else []),
             Column("decision"),
         ),
         tuple(
@@ -394,6 +398,7 @@ def _comparisons(report: CampaignReport, cast: Cast) -> Iterable[Block]:
                 words.count(each.workloads),
                 words.count(each.pairs)
                 + (f" (+{each.discarded} discarded)" if each.discarded else ""),
+                *([_code(_short(each.uuid))] if has_gpu else []),
                 Tag(
                     _DECISIONS[each.decision][0]
                     + (", confirmation" if each.is_confirmation else ""),
@@ -403,6 +408,25 @@ def _comparisons(report: CampaignReport, cast: Cast) -> Iterable[Block]:
             for each in report.comparisons
         ),
     )
+
+
+def _confirmed_on(comparisons: Sequence[Comparison]) -> str:
+    """Whether confirmations ran on other GPUs; empty where there are none, or nobody says where."""
+    confirmed = {each.about for each in comparisons if each.is_confirmation and each.uuid}
+    gpus = {a: {each.uuid for each in comparisons if each.about == a} for a in confirmed}
+    single = sorted(about for about in confirmed if len(gpus[about]) == 1)
+    if not confirmed:
+        return ""
+    if not single:
+        return "Each confirmation ran on another GPU of the same product than what it confirms."
+    if len(single) == len(confirmed):
+        return "Confirmations ran on the same GPU: no other one of the product took part."
+    return f"Confirmations ran on another GPU of the same product, but not of {', '.join(single)}."
+
+
+def _short(uuid: str) -> str:
+    """As much of a GPU's UUID as tells one from another; a CPU has its host's name."""
+    return uuid[:12] if uuid.startswith("GPU-") else uuid
 
 
 @dataclass(frozen=True)

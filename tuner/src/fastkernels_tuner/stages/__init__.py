@@ -20,10 +20,12 @@ class Stage(Protocol):
 
     def jobs(self, campaign: Campaign) -> list[dict[str, Any]]:
         """What is to be done, given what is done so far; asked again after each round, until it
-        brings nothing new. Equal payloads are one job."""
+        brings nothing new. Equal payloads are one job. One with a UUID under `gpu` is that GPU's,
+        as long as somebody serves it."""
 
     def run(self, campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[str, Any]:
-        """One piece of work, on a worker. It may be run again after a crash."""
+        """One piece of work, on a worker, which adds under `gpu` where it was done. It may be run
+        again after a crash."""
 
     def finish(self, campaign: Campaign) -> dict[str, Any]:
         """The conclusion; plain data."""

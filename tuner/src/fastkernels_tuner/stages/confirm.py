@@ -3,6 +3,9 @@
 Per mode and constants, on the workloads where the two differ. Only what wins in both sessions
 changes; everywhere else the champion stays, so that tables do not flip from one campaign to the
 next. Where there is no champion, or it serves by a fallback alone, there is nothing to be beaten.
+
+The second session is another GPU's, of the same product, where one is at hand or has taken part;
+the conclusion says which GPUs it rests on, and what each of them showed.
 """
 
 from __future__ import annotations
@@ -13,12 +16,10 @@ from typing import Any
 from fastkernels_tuner import plan
 from fastkernels_tuner.campaign import Campaign, Done, Measures
 from fastkernels_tuner.measure import Rejected
-from fastkernels_tuner.model import Candidate, Workload
+from fastkernels_tuner.model import Candidate, Decision, Workload
 from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import fit
 from fastkernels_tuner.stats import Budget, PairedTest, Verdict, confirm, log_ratio
-
-SESSIONS = (1, 2)
 
 
 def jobs(campaign: Campaign) -> list[dict[str, Any]]:
@@ -28,32 +29,45 @@ def jobs(campaign: Campaign) -> list[dict[str, Any]]:
         return []
     differences = _differences(campaign)
     budget = Budget(alpha=campaign.policy.alpha, planned=max(len(differences), 1))
-    won = {
-        _group(done) for done in campaign.done("confirm") if verdict_of(done).decision == "promote"
-    }
+    second = _second_gpus(campaign)
     found = []
     for group in sorted(differences):
         budget = budget.reserve(str(group))
         mode, constants = group
-        for session in SESSIONS:
-            if session == 1 or group in won:
-                found.append(
-                    {
-                        "mode": mode,
-                        "constants": [list(pair) for pair in constants],
-                        "session": session,
-                        "alpha": budget.levels[str(group)],
-                        "pairs": [
-                            [workload.model_dump(mode="json"), new.model_dump(), old.model_dump()]
-                            for workload, new, old in differences[group]
-                        ],
-                    }
-                )
+        first = {
+            "mode": mode,
+            "constants": [list(pair) for pair in constants],
+            "session": 1,
+            "gpu": "",  # any
+            "alpha": budget.levels[str(group)],
+            "pairs": [
+                [workload.model_dump(mode="json"), new.model_dump(), old.model_dump()]
+                for workload, new, old in differences[group]
+            ],
+        }
+        found.append(first)
+        if group in second:
+            found.append({**first, "session": 2, "gpu": second[group]})
     return found
 
 
-def _group(done: Done) -> plan.Group:
-    return done.payload["mode"], tuple((name, value) for name, value in done.payload["constants"])
+def _second_gpus(campaign: Campaign) -> dict[plan.Group, str]:
+    """Of what won its first session the GPU of the second one, empty where there is no other. What
+    was asked for stays: GPUs come and go, and there is one second session."""
+    known = campaign.gpus()
+    found = {
+        _group(done.payload): next((gpu for gpu in known if gpu != done.gpu), "")
+        for done in campaign.done("confirm")
+        if done.payload["session"] == 1 and verdict_of(done).decision == "promote"
+    }
+    for row in campaign.store.jobs(campaign.id):
+        if row.kind == "confirm" and row.payload["session"] == 2:
+            found[_group(row.payload)] = row.payload["gpu"]
+    return found
+
+
+def _group(payload: dict[str, Any]) -> plan.Group:
+    return payload["mode"], tuple((name, value) for name, value in payload["constants"])
 
 
 def _differences(
@@ -113,25 +127,47 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
 
 def finish(campaign: Campaign) -> dict[str, Any]:
     """Per mode and constants whether the fitted choice is taken, or the champion stays."""
-    sessions: dict[plan.Group, list[Verdict]] = defaultdict(list)
+    sessions: dict[plan.Group, list[Done]] = defaultdict(list)
     for done in campaign.done("confirm"):
-        sessions[_group(done)].append(verdict_of(done))
+        sessions[_group(done.payload)].append(done)
     kept, comparisons = [], []
-    for (mode, constants), verdicts in sorted(sessions.items()):
-        decision, reason = _together(verdicts)
+    for (mode, constants), each in sorted(sessions.items()):
+        decision, reason = _together(each)
+        where = ", then ".join(done.gpu for done in each)
+        campaign.say(f"{mode}{dict(constants) or ''}: {decision}, on {where}: {reason}")
         comparisons.append(
-            {"mode": mode, "constants": dict(constants), "decision": decision, "reason": reason}
+            {
+                "mode": mode,
+                "constants": dict(constants),
+                "decision": decision,
+                "reason": reason,
+                "sessions": [_shown(done) for done in each],
+            }
         )
         if decision != "promote":
             kept.append([mode, [list(pair) for pair in constants]])
-    return {"kept": kept, "comparisons": comparisons}
+    gpus = sorted({done.gpu for each in sessions.values() for done in each})
+    return {"kept": kept, "gpus": gpus, "comparisons": comparisons}
 
 
-def _together(verdicts: list[Verdict]) -> tuple[str, str]:
-    first, *rest = verdicts
-    if first.decision != "promote" or not rest:
-        return first.decision if first.decision != "promote" else "inconclusive", first.reason
+def _shown(done: Done) -> dict[str, Any]:
+    verdict = verdict_of(done)
+    gain = None if verdict.estimate is None else verdict.estimate.gain
+    return {"gpu": done.gpu, "decision": verdict.decision, "gain": gain}
+
+
+def _together(sessions: list[Done]) -> tuple[Decision, str]:
+    """Both sessions have to promote, whichever GPUs they were on; two GPUs that disagree about the
+    sign decide nothing."""
+    first, *rest = (verdict_of(done) for done in sessions)
+    if first.decision != "promote":
+        return first.decision, first.reason
+    if not rest:
+        return "inconclusive", f"there was no second session; the first: {first.reason}"
     found = confirm(first, rest[0])
+    gpus = [done.gpu for done in sessions]
+    if gpus[0] != gpus[1] and found.decision == "keep" and (found.gain or 0.0) < 0:
+        return "inconclusive", f"faster on {gpus[0]}, slower on {gpus[1]}: {found.reason}"
     return found.decision, found.reason
 
 

@@ -20,7 +20,9 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
 
 
 def finish(campaign: Campaign) -> dict[str, Any]:
-    data = evidence.build(campaign, confirm.kept(campaign))
+    concluded = campaign.require("confirm")
+    confirmation = {name: concluded[name] for name in ("gpus", "comparisons")}
+    data = evidence.build(campaign, confirm.kept(campaign), confirmation=confirmation)
     path = evidence.write(data, campaign.folder / f"{campaign.spec.op}.sweep.json")
     draft = sweep.draft(path)
     text = emit.render(draft)

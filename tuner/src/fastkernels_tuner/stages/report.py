@@ -241,7 +241,7 @@ def _comparisons(campaign: Campaign) -> tuple[Comparison, ...]:
                 discarded=verdict.discarded,
                 decision=verdict.decision,
                 is_confirmation=done.payload["session"] > 1,
-                uuid=campaign.spec.environment.uuid,
+                uuid=done.gpu,
             )
         )
     return tuple(found)

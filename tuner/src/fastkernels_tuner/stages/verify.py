@@ -153,6 +153,7 @@ def decided(campaign: Campaign, payload: dict[str, Any]) -> Decided:
             policy=campaign.policy,
             gathered_under=(campaign.policy.id,),
             environment=campaign.spec.environment,
+            gpus=tuple(campaign.gpus()),
             workloads=workloads,
             strata=strata(candidate, workloads, campaign.info, corpus_of(campaign)),
             smoke=tuple(workload.id for workload in _smoke(campaign, payload)),

@@ -357,13 +357,19 @@ class Store:
         return self._database.write(body, is_work=True)
 
     def claim(
-        self, worker: str, *, device: str, ttl_s: float = 60, kinds: Sequence[str] = ()
+        self,
+        worker: str,
+        *,
+        device: str,
+        gpu: str = "",
+        ttl_s: float = 60,
+        kinds: Sequence[str] = (),
     ) -> Job | None:
-        """The oldest queued job that `device` may run, of one of `kinds` if any, leased to `worker`
-        for `ttl_s` seconds; None if there is none."""
+        """The oldest queued job that `device` may run, or that names `gpu` as its device, of one of
+        `kinds` if any, leased to `worker` for `ttl_s` seconds; None if there is none."""
         query = (
             select(jobs)
-            .where(jobs.c.status == "queued", jobs.c.device.in_(["", device]))
+            .where(jobs.c.status == "queued", jobs.c.device.in_(["", device, gpu]))
             .order_by(jobs.c.id)
             .limit(1)
             .with_for_update(skip_locked=True)
