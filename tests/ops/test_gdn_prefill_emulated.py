@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastkernels.core.kernels import Kernel
 from fastkernels.ops._shared.gdn import resolve_scale
+from fastkernels.ops.gdn_prefill.adversarial import STRATA
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.kernels import (
     HEAD_SIZE,
@@ -137,6 +138,18 @@ def small(case: Case) -> Case:
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     inputs = make_inputs(small(case))
+    given = clone(inputs)
+    assert_judged(given, emulate(name, inputs))
+
+
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("stratum", STRATA)
+def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
+    """Inputs that are made to hurt (ops/gdn_prefill/adversarial.py), on few heads."""
+    few: dict[str, Any] = {"num_q_heads": 1, "num_v_heads": 2}
+    if STRATA[stratum].case.num_v_heads != 8:
+        few = {}
+    inputs, _ = STRATA[stratum].draw(1, head_size=HEAD_SIZE, **few)
     given = clone(inputs)
     assert_judged(given, emulate(name, inputs))
 
