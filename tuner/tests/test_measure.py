@@ -303,6 +303,22 @@ def test_candidates_and_peers_side_by_side(bench: Bench) -> None:
     assert 0.0 < by_name["other"].trials[0].worst < 1.0
 
 
+def test_new_processes_beside_the_same_judge(bench: Bench) -> None:
+    def pids() -> tuple[int, int]:
+        assert bench.evaluate(HONEST, DECODE, iterations=2, trials=1).failure is None
+        candidate, judge = bench._seats[0].process, bench._judge
+        assert candidate is not None
+        assert judge is not None
+        return candidate.pid, judge.pid
+
+    first = pids()
+    assert pids() == first
+    bench.renew()
+    second = pids()
+    assert second[0] != first[0]
+    assert second[1] == first[1]
+
+
 def test_a_compiler_that_takes_the_process_along(bench: Bench) -> None:
     pair = [HONEST, candidate("crashes_the_compiler")]
     good, bad = bench.interleave(pair, DECODE, iterations=2)

@@ -162,13 +162,14 @@ def ab(
         raise SourceError(f"{op}: no workload is served by both {a} and {b}")
     is_same = a.id == b.id
     verdicts, sessions = [], []
-    for repeat in range(repeats):
-        # A session is its processes and its data: fresh ones for every repeat.
-        with Bench(where, policy, seed=repeat) as bench:
+    with Bench(where, policy, seed=0) as bench:
+        for repeat in range(repeats):
+            # A session is the candidates' processes and their data: fresh ones for every repeat.
+            bench.renew()
             test, pairs = _session(bench, policy, a, b, workloads, repeat, every_look=is_same)
-        verdicts.append(test.verdict())
-        sessions.append(pairs)
-        terminal.say(f"session {repeat}: {test.verdict().reason}")
+            verdicts.append(test.verdict())
+            sessions.append(pairs)
+            terminal.say(f"session {repeat}: {test.verdict().reason}")
     document: dict[str, Any] = {
         "first": a.id,
         "second": b.id,

@@ -486,6 +486,12 @@ class Bench:
             self._nursery.close()
         self._nursery = None
 
+    def renew(self) -> None:
+        """End the candidates' processes: what comes next runs in new ones. The judge stays, which
+        takes seconds to start and is no part of what is timed."""
+        for seat in self._seats:
+            seat.clear()
+
     @property
     def environment(self) -> Environment:
         """Where this bench measures. `timer` is "cupti" on a GPU that has it; without it a GPU is
