@@ -395,7 +395,7 @@ STAGES = [
     if "any" not in variant
 ]
 # Bytes a thread keeps in local memory, at most.
-SPILLS = {"aligned": 256, "prepare": 0, "chain": 16}
+SPILLS = {"aligned": 256, "prepare": 0, "chain": 48}
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

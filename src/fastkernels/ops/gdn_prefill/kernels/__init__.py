@@ -29,10 +29,10 @@ ARCHS = ("sm90", "sm100")
 HEAD_SIZE = 128
 CHUNK = 64
 
-ENTRY_BYTES = 2 * (2 * CHUNK * CHUNK) + 3 * (4 * CHUNK)
+ENTRY_BYTES = 2 * (2 * CHUNK * CHUNK) + 4 * (4 * CHUNK)
 """Of a chunk and value head in the workspace of `triton_split`: T and P as [64, 64] bfloat16; as
-float32 for each token the decays from the chunk's start to it and from it to the chunk's end; and
-whether the chunk is dirty (1 or 0), padded to 256 bytes."""
+float32 for each token the decays from the chunk's start to it and from it to the chunk's end, and
+beta; and whether the chunk is dirty (1 or 0), padded to 256 bytes."""
 
 
 def chunk_bound(num_tokens: int, num_seqs: int) -> int:

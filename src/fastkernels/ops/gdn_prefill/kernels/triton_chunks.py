@@ -3,15 +3,17 @@
 For a chunk with start state S [V, K], d[t] the decay from its start to token t, d[t, s] that from
 token s to t, and everything transposed, so that rows of V are rows of each product:
 
-    A    = tril(beta_t d[t, s] k_t.k_s, -1)     T = (I + A)^-1 diag(beta)
+    A    = tril(beta_t d[t, s] k_t.k_s, -1)     T = (I + A)^-1 - I
     P    = scale tril(d[t, s] q_t.k_s)
-    U^T  = (V^T - S K^T diag(d)) T^T
+    R    = (V^T - S K^T diag(d)) diag(beta)
+    U^T  = R + R T^T
     O^T  = S Q^T diag(scale d) + U^T P^T
     S'   = d[last] S + U^T diag(d[last, s]) K
 
 Plan: a block of stage `chain` or `fused` takes `rows` rows of one value head's state through a
-sequence. S stays in float32 and is, like R = V^T - S K^T diag(d) and U^T, an operand from registers
-(64 rows and more; fewer are not WGMMA's); only K, Q, T and P pass through shared memory. `fused`
+sequence. S stays in float32 and is, like R and U^T, an operand from registers (64 rows and more;
+fewer are not WGMMA's); only K, Q, T and P pass through shared memory. T lacks the identity, so that
+the larger part of U is not rounded on its way. `fused`
 makes T and P itself, once in every block of a head. For `chain` they lie in the workspace, where
 stage `prepare`, a block for each chunk and value head, has put them without waiting for a state.
 Products take bfloat16 operands and sum in float32; the inverse is made in float32: 16x16 blocks by
@@ -261,24 +263,25 @@ def _matrices(b_k, b_q, high, low, beta, scale, WARPS: tl.constexpr):
     A = beta[:, None] * decay * kk
     A = tl.where((row > column) & (tl.abs(A) < INF), A, 0.0)
     P = tl.where(row >= column, scale * decay * qk, 0.0)
-    T = _inverse(A, WARPS) * beta[None, :]
+    T = tl.where(row > column, _inverse(A, WARPS), 0.0)
     return T.to(tl.bfloat16), P.to(tl.bfloat16), nothing
 
 
 @triton.jit
-def _advance(S, b_k, b_q, b_v, b_T, b_P, start, end, last, scale, is_dirty):
+def _advance(S, b_k, b_q, b_v, b_T, b_P, beta, start, end, last, scale, is_dirty):
     """`(O^T, S')` of one chunk. In a dirty one, a row of V that becomes not finite at some token is
     0 there and later as an operand, and NaN from there on in what is given back."""
     token = tl.arange(0, CHUNK)
     b_S = S.to(tl.bfloat16)
     R = tl.trans(b_v).to(tl.float32) - tl.dot(b_S, tl.trans(b_k)) * start[None, :]
+    R *= beta[None, :]
     out = tl.dot(b_S, tl.trans(b_q)) * (scale * start)[None, :]
     first = tl.full([S.shape[0]], CHUNK, tl.int32)
     if is_dirty:
         is_finite = tl.abs(R) < INF
         first = tl.min(tl.where(is_finite, CHUNK, token[None, :]), 1)
         R = tl.where(is_finite, R, 0.0)
-    U = tl.dot(R.to(tl.bfloat16), tl.trans(b_T))
+    U = tl.dot(R.to(tl.bfloat16), tl.trans(b_T), R)
     out = tl.dot(U.to(tl.bfloat16), tl.trans(b_P), out)
     S = tl.dot((U * end[None, :]).to(tl.bfloat16), b_k, S * last)
     if is_dirty:
@@ -386,7 +389,8 @@ def gdn_prefill_chunks(
                 tl.store(entry + tile, b_T)
                 tl.store(entry + MATRIX + tile, b_P)
                 tl.store(vectors + pairs, tl.join(d_start, d_end))
-                tl.store(vectors + 2 * CHUNK, is_dirty.to(tl.float32))
+                tl.store(vectors + 2 * CHUNK + token, beta)
+                tl.store(vectors + 3 * CHUNK, is_dirty.to(tl.float32))
     else:
         seq = unit
         start, end = _span(cu_seqlens, cu_stride, seq, num_tokens, num_seqs, offset_words)
@@ -439,9 +443,10 @@ def gdn_prefill_chunks(
                         b_P = tl.load(entry + MATRIX + tile)
                         d_start, d_end = tl.load(vectors + pairs).split()
                         d_last = tl.load(vectors + 2 * (CHUNK - 1))
-                        is_dirty = tl.load(vectors + 2 * CHUNK) != 0.0
+                        beta = tl.load(vectors + 2 * CHUNK + token)
+                        is_dirty = tl.load(vectors + 3 * CHUNK) != 0.0
                     out, S = _advance(
-                        S, b_k, b_q, b_v, b_T, b_P, d_start, d_end, d_last, scale, is_dirty
+                        S, b_k, b_q, b_v, b_T, b_P, beta, d_start, d_end, d_last, scale, is_dirty
                     )
                     at = output + (first + token).to(tl.int64)[:, None] * output_stride_t
                     at += tl.arange(0, ROWS)[None, :]
