@@ -63,6 +63,9 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
     return false;
   }
 
+  // With one token its stride says nothing, not even about alignment; kernels may still compute the
+  // address of a token that is not there.
+  auto step = [](const View& each) { return each.size(0) > 1 ? each.stride(0) : 0; };
   p->q = q.pointer();
   p->k = k.pointer();
   p->v = v.pointer();
@@ -73,16 +76,16 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
   p->cu_seqlens = cu_seqlens.pointer();
   p->output = output.pointer();
   p->workspace = nullptr;
-  p->q_stride_t = q.stride(0);
+  p->q_stride_t = step(q);
   p->q_stride_h = q.stride(1);
-  p->k_stride_t = k.stride(0);
+  p->k_stride_t = step(k);
   p->k_stride_h = k.stride(1);
-  p->v_stride_t = v.stride(0);
+  p->v_stride_t = step(v);
   p->v_stride_h = v.stride(1);
   p->a_stride_t = a.stride(0);
   p->b_stride_t = b.stride(0);
   p->cu_stride = cu_seqlens.stride(0);
-  p->output_stride_t = output.stride(0);
+  p->output_stride_t = step(output);
   p->output_stride_h = output.stride(1);
   p->num_tokens = static_cast<int32_t>(num_tokens);
   p->num_seqs = static_cast<int32_t>(num_seqs);
@@ -180,7 +183,7 @@ bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
   const DLDevice device_id = call.q->device;
   const int64_t entry_bytes = plan.tile[1];
   const int64_t entries = chunk_bound(p->num_tokens, p->num_seqs) * p->num_v_heads;
-  if (entries > gdn::kMaxInt32) return false;
+  if (entry_bytes > 0 && entries > gdn::kMaxInt32) return false;
   const int64_t bytes = entries * entry_bytes;
   ffi::Optional<ffi::Tensor> allocated;  // until the launches are in the stream
   if (bytes > 0) {

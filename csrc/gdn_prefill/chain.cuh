@@ -16,7 +16,7 @@
 // not rounded on its way (near-parallel keys, g = 1: error of the state 1e-3 instead of 6e-3).
 //
 // A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and
-// P: what is not finite in Y is taken out, and put back into U from that token on.
+// P: what is not finite in Y or U (as bfloat16) is taken out, and put back from that token on.
 //
 // Barriers: one of the whole block a chunk; 1 (state warps) twice, 2 (U is there: state warps
 // arrive, output warps wait) once.
@@ -40,6 +40,9 @@ struct Stage {
   unsigned char *T, *P;  // [64, 64] bfloat16, swizzled
   ChunkGates* gates;
 };
+
+// Whether a value is a finite one as bfloat16, too.
+__device__ __forceinline__ bool is_operand(float x) { return fabsf(x) <= 0x1.fep127f; }
 
 // Fragments (16 rows, 16 columns) of bfloat16 left operands: 16 bytes a lane.
 constexpr int kFragmentBytes = 512;
@@ -176,7 +179,7 @@ struct Chain {
         const float value = __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
         float& y = sum[r][h][2 * upper + j];
         y = beta[h][j] * fmaf(-ptx::exp2(decay[h][j]), y, value);
-        if (!isfinite(y)) {
+        if (!is_operand(y)) {
           y = 0.0f;
           atomicMin(first_bad(parity) + 16 * r + 8 * upper + lane / 4,
                     static_cast<int>(token + 8 * h + lane % 4 * 2 + j));
@@ -191,18 +194,32 @@ struct Chain {
     const int32_t bad_chunk = x.gates->first_bad;
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
-      store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
       int32_t bad[2];
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
+      uint32_t overflows = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int h = i / 4, upper = i % 4 / 2, j = i % 2;
+        float& u = update[r][h][2 * upper + j];
+        if (!is_operand(u)) {
+          u = 0.0f;
+          overflows |= 1u << i;
+          atomicMin(first_bad(parity) + 16 * r + 8 * upper + lane / 4,
+                    static_cast<int>(token + 8 * h + lane % 4 * 2 + j));
+        }
+      }
+      store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, upper = i % 4 / 2, j = i % 2;
         float& u = update[r][h][2 * upper + j];
         u *= ptx::exp2(last - decay[h][j]);
-        if (static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper]) u = NAN;
+        // One NaN of a row makes its whole state NaN.
+        const bool is_bad = static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper];
+        if (is_bad || (overflows >> i & 1) != 0) u = NAN;
       }
       store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
     }

@@ -2,7 +2,7 @@
 `cuda_block.h` and another `common/ptx_sm90.cuh`, and run thread by thread.
 
 It shows what the kernels compute, races between warps included (blocks and warps take turns by a
-seed, asynchronous copies land as late as they may), and says nothing about time.
+seed, asynchronous copies land as early or as late as they may), and says nothing about time.
 """
 
 from __future__ import annotations

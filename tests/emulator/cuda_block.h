@@ -1,7 +1,7 @@
 // A CUDA block on a CPU: every thread is a fiber, and what needs several threads (shuffles, matrix
 // instructions, barriers) waits until they have come. Which warp runs next is drawn from a seed, so
-// that a missing barrier shows; asynchronous copies land when they are waited for, not before.
-// One block runs at a time; x86-64 only.
+// that a missing barrier shows; asynchronous copies land at once in some blocks, in others when
+// they are waited for. One block runs at a time; x86-64 only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,6 +55,8 @@ struct Copy {
   uint32_t shared;
   const void* global;
   uint32_t bytes;
+
+  void land() const;
 };
 
 struct Thread {
@@ -90,6 +92,7 @@ struct Block {
   Thread* current = nullptr;
   void* scheduler = nullptr;
   bool has_progress = false;
+  bool lands_early = false;  // asynchronous copies: at once, or when they are waited for
   std::function<void()> kernel;
   std::mt19937 order;
 };
@@ -129,6 +132,7 @@ inline void Launch(dim3 grid, uint32_t threads, uint32_t seed, std::function<voi
   std::shuffle(indices.begin(), indices.end(), b.order);
   for (const uint3& index : indices) {
     b.index = index;
+    b.lands_early = b.order() % 2 == 0;
     // Shared memory starts as NaNs of every width.
     std::memset(b.shared, 0xff, sizeof(b.shared));
     b.warps.assign(threads / kWarp, Meeting());
@@ -225,6 +229,12 @@ T* Shared(uint32_t address, size_t alignment) {
   if (address % alignment != 0) Fail("misaligned shared address");
   if (address + alignment > kSharedBytes) Fail("shared address out of bounds");
   return reinterpret_cast<T*>(block().shared + address);
+}
+
+inline void Copy::land() const {
+  void* to = Shared<void>(shared, 16);
+  std::memset(to, 0, 16);
+  std::memcpy(to, global, bytes);
 }
 
 }  // namespace emulator

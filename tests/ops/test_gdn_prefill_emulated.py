@@ -227,6 +227,25 @@ def test_what_is_not_finite_stays_behind(
         assert torch.equal(output[token + 1 :], clean[0][token + 1 :])
 
 
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
+    """Parallel keys ten times too long, nothing forgotten: each update is some 100 times the one
+    before, until bfloat16 cannot hold it."""
+    inputs = make_inputs(Case("over", (40,), num_q_heads=1, num_v_heads=1, seed=11))
+    keys = 10 * inputs.k[:1].float() / inputs.k[0].float().norm()
+    inputs = inputs._replace(
+        k=keys.bfloat16().expand(inputs.k.shape).contiguous(),
+        a=torch.full_like(inputs.a, -20.0), b=torch.full_like(inputs.b, 20.0),
+        A_log=torch.zeros_like(inputs.A_log), dt_bias=torch.zeros_like(inputs.dt_bias),
+    )  # fmt: skip
+    expected = reference(clone(inputs)).output
+    output, _ = emulate(name, inputs)
+    held = int((expected.abs().amax((1, 2)) < 1e35).long().cumprod(0).sum())
+    assert 10 < held < 30
+    assert output[:held].isfinite().all()
+    assert not output[held + 5 :].isfinite().all(-1).any()
+
+
 @pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""

@@ -41,6 +41,8 @@ from fastkernels.errors import (
 
 # Serving meets ever new token counts; a full memo is dropped, a miss costs tens of microseconds.
 _MEMO_LIMIT = 8192
+# What the library remembers it looks through one by one (1 us for so many).
+_REMEMBERED_LIMIT = 1024
 
 
 class Selection(NamedTuple):
@@ -103,7 +105,7 @@ def _remember(
 ) -> None:
     if key.op in _forced.get() or devices.override is not None:
         return
-    if len(_remembered) >= _MEMO_LIMIT:
+    if len(_remembered) >= _REMEMBERED_LIMIT:
         forget()
     if selection.is_fallback:
         _fallbacks.add(key.op)

@@ -184,7 +184,12 @@ inline void store(float* pointer, float4 x) {
 
 inline void copy_async(uint32_t shared, const void* global, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0) emulator::Fail("misaligned cp.async");
-  emulator::block().current->open.push_back({shared, global, bytes});
+  const emulator::Copy copy{shared, global, bytes};
+  if (emulator::block().lands_early) {
+    copy.land();
+  } else {
+    emulator::block().current->open.push_back(copy);
+  }
 }
 
 inline void copy_commit() {
@@ -197,11 +202,7 @@ template <int kPending>
 void copy_wait() {
   emulator::Thread& t = *emulator::block().current;
   while (t.groups.size() > kPending) {
-    for (const emulator::Copy& copy : t.groups.front()) {
-      void* to = emulator::Shared<void>(copy.shared, 16);
-      std::memset(to, 0, 16);
-      std::memcpy(to, copy.global, copy.bytes);
-    }
+    for (const emulator::Copy& copy : t.groups.front()) copy.land();
     t.groups.pop_front();
   }
 }
