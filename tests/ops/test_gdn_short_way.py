@@ -201,7 +201,7 @@ def test_what_is_remembered(library: Library, monkeypatch: pytest.MonkeyPatch) -
     route = dataclasses.replace(of.operator.safe_route, remember=remember)
     operator = dataclasses.replace(of.operator, routes=(route,))
     monkeypatch.setattr(catalog.module(of.name, "op"), "OPERATOR", operator)
-    monkeypatch.setattr(dispatch, "_MEMO_LIMIT", 2)
+    monkeypatch.setattr(dispatch, "_REMEMBERED_LIMIT", 2)
     library.answer = False  # as of sizes that it does not remember
     problems = [of.inputs(num_v_heads=heads, head_size=16) for heads in (1, 2, 3)]
     with dispatch.force_route(operator, route.name):
