@@ -13,7 +13,7 @@
 //     O = d_t S Q^T + U P^T     4 output warps, 16 tokens each, beside the state warps' work
 //
 // T lacks the identity of the inverse that it is, and beta is not in it: so the larger part of U is
-// not rounded on its way (near-parallel keys, g = 1: error of the state 1e-3 instead of 6e-3).
+// not rounded on its way (near-parallel keys, g = 1: error of the state 3e-3 instead of 6e-3).
 //
 // A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and
 // P: what is not finite in Y or U (as bfloat16) is taken out, and put back from that token on.
