@@ -174,14 +174,16 @@ __device__ __forceinline__ Part find_part(const Params& p) {
 // log2 of a token's decay gate, at least kLeastLog: 2^-160 is 0, and one huge value must not
 // swallow the others' in a sum over the chunk. NaN stays.
 constexpr float kLeastLog = -160.0f;
+constexpr float kLeastRateLog = -745.2f;  // below, e^A_log is 0 in float64
 
 __device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) {
   const float x = a + dt_bias;
   const float rate = expf(A_log);
   // For very negative x, softplus is e^x, and e^(A_log + x) neither overflows nor underflows early.
   float log_g = x < -15.0f ? -expf(A_log + x) : -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-  // inf * 0 counts as 0.
-  if (rate == 0.0f || x == -INFINITY) log_g = 0.0f;
+  // inf * 0 counts as 0, where it is 0 in the oracle's float64, too.
+  if (x == -INFINITY) log_g = 0.0f;
+  if (rate == 0.0f) log_g = A_log < kLeastRateLog || x < INFINITY ? 0.0f : -x;
   log_g *= kLog2E;
   return log_g < kLeastLog ? kLeastLog : log_g;
 }

@@ -246,6 +246,30 @@ def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
     assert not output[held + 5 :].isfinite().all(-1).any()
 
 
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16"])
+@pytest.mark.parametrize(
+    ("A_log", "a", "g"),
+    [
+        (math.inf, -math.inf, 1), (-math.inf, math.inf, 1), (-800, math.inf, 1),
+        (-110, math.inf, 0), (-110, 1, 1), (math.inf, 1, 0), (90, -200, 1), (20, 100, 0),
+    ],
+)  # fmt: skip
+def test_c10_gates_beyond_their_range(
+    emulate: Emulate, name: str, A_log: float, a: float, g: int
+) -> None:
+    """Finite, and inf * 0 counts as 0."""
+    inputs = make_inputs(Case("gates", (70,), num_q_heads=1, num_v_heads=1, seed=12))
+    assert inputs.state is not None
+    inputs = inputs._replace(
+        A_log=torch.full_like(inputs.A_log, A_log), a=torch.full_like(inputs.a, a),
+        b=torch.full_like(inputs.b, -100.0),
+    )  # fmt: skip
+    before = inputs.state.clone()
+    outputs = emulate(name, inputs)
+    assert_judged(clone(inputs), outputs)
+    torch.testing.assert_close(outputs[1], g * before, rtol=1e-5, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""

@@ -564,7 +564,8 @@ def test_c31_memory_of_131072_tokens(route: str) -> None:
     ("A_log", "a", "g"),
     [
         (math.inf, -math.inf, 1), (-math.inf, math.inf, 1), (-110, math.inf, 0), (math.inf, 1, 0),
-        (-math.inf, 1, 1), (90, -200, None), (120, 0, 0), (-100, 0, 1), (20, 100, 0),
+        (-math.inf, 1, 1), (-800, math.inf, 1), (90, -200, None), (120, 0, 0), (-100, 0, 1),
+        (20, 100, 0),
     ],
 )  # fmt: skip
 def test_c10_gates_beyond_their_range(route: str, A_log: float, a: float, g: int | None) -> None:
