@@ -171,6 +171,11 @@ __device__ __forceinline__ float load_constant(const float* pointer) {
   return x;
 }
 
+// "prefetch": the line of this address into L2; nothing waits for it.
+__device__ __forceinline__ void prefetch_l2(const void* pointer) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
 // "ld".
 __device__ __forceinline__ float4 load(const float* pointer) {
   float4 x;

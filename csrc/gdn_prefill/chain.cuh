@@ -123,7 +123,9 @@ struct Chain {
     }
   }
 
-  // sum[r][h] += left [rows, 64] right^T of 16 tokens, `right` [64, 64] lower triangular.
+  // sum[r][h] += left [rows, 64] right^T of 16 tokens, `right` [64, 64] lower triangular. What is
+  // above its diagonal is taken for zeros, not skipped: a branch would keep the loads behind it
+  // waiting, and the last warp, which the others wait for, needs all of it.
   static __device__ __forceinline__ void multiply_pairs(float (&sum)[kTiles][2][4],
                                                         unsigned char* left,
                                                         const unsigned char* right,
@@ -131,9 +133,10 @@ struct Chain {
     const uint32_t tile = ptx::shared_address(right);
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
-      if (16 * step > static_cast<int>(token)) break;
       uint32_t b[4];
       ptx::load_matrices(b, fragment_b<kPairBytes>(tile, token, 2 * step));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = 16 * step > static_cast<int>(token) ? 0u : b[i];
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
         uint32_t a[4];
@@ -141,6 +144,37 @@ struct Chain {
         ptx::mma_bf16(sum[r][0], a, b[0], b[1]);
         ptx::mma_bf16(sum[r][1], a, b[2], b[3]);
       }
+    }
+  }
+
+  // Of this lane's 8 elements of each tile, tokens from `token` on: takes out what is no operand,
+  // and says since which token the two rows of V have some. No branch an element.
+  struct Bad {
+    int32_t first[2];  // kChunk: none
+    uint32_t elements;
+  };
+
+  static __device__ __forceinline__ Bad take_out(float (&x)[2][4], uint32_t token) {
+    Bad bad = {{kChunk, kChunk}, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int h = i / 4, upper = i % 4 / 2, j = i % 2;
+      const int32_t t = static_cast<int32_t>(token + threadIdx.x % 4 * 2) + 8 * h + j;
+      float& y = x[h][2 * upper + j];
+      const bool is_bad = !is_operand(y);
+      bad.first[upper] = min(bad.first[upper], is_bad ? t : kChunk);
+      bad.elements |= is_bad ? 1u << i : 0u;
+      y = is_bad ? 0.0f : y;
+    }
+    return bad;
+  }
+
+  __device__ __forceinline__ void report(const Bad& bad, uint32_t parity, int tile) const {
+    if (bad.elements == 0) return;
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      atomicMin(first_bad(parity) + 16 * tile + 8 * upper + threadIdx.x % kWarpSize / 4,
+                bad.first[upper]);
     }
   }
 
@@ -179,12 +213,8 @@ struct Chain {
         const float value = __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
         float& y = sum[r][h][2 * upper + j];
         y = beta[h][j] * fmaf(-ptx::exp2(decay[h][j]), y, value);
-        if (!is_operand(y)) {
-          y = 0.0f;
-          atomicMin(first_bad(parity) + 16 * r + 8 * upper + lane / 4,
-                    static_cast<int>(token + 8 * h + lane % 4 * 2 + j));
-        }
       }
+      report(take_out(sum[r], token), parity, r);
       store_fragment(y(), r * 4 + warp, sum[r][0], sum[r][1]);
     }
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
@@ -199,27 +229,22 @@ struct Chain {
       for (int upper = 0; upper < 2; ++upper) {
         bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
-      uint32_t overflows = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int h = i / 4, upper = i % 4 / 2, j = i % 2;
-        float& u = update[r][h][2 * upper + j];
-        if (!is_operand(u)) {
-          u = 0.0f;
-          overflows |= 1u << i;
-          atomicMin(first_bad(parity) + 16 * r + 8 * upper + lane / 4,
-                    static_cast<int>(token + 8 * h + lane % 4 * 2 + j));
-        }
-      }
+      const Bad overflow = take_out(update[r], token);
+      report(overflow, parity, r);
       store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int h = i / 4, upper = i % 4 / 2, j = i % 2;
-        float& u = update[r][h][2 * upper + j];
-        u *= ptx::exp2(last - decay[h][j]);
+        const int h = i / 4, j = i % 2;
+        update[r][h][i % 4] *= ptx::exp2(last - decay[h][j]);
+      }
+      if (min(bad[0], bad[1]) < kChunk || overflow.elements != 0) {
         // One NaN of a row makes its whole state NaN.
-        const bool is_bad = static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper];
-        if (is_bad || (overflows >> i & 1) != 0) u = NAN;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int h = i / 4, upper = i % 4 / 2, j = i % 2;
+          const bool is_bad = static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper];
+          if (is_bad || (overflow.elements >> i & 1) != 0) update[r][h][2 * upper + j] = NAN;
+        }
       }
       store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
     }

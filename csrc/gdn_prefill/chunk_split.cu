@@ -34,10 +34,11 @@ static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
 
 __device__ __forceinline__ void prepare_chunk(const Params& p, int32_t number, uint32_t head) {
   unsigned char* shared = ptx::dynamic_shared();
+  const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
+  if (p.num_seqs == 1) prefetch_keys<kPrepareThreads>(p, q_head, number * kChunk);
   const Chunk chunk =
       find_chunk<kPrepareThreads>(p, number, reinterpret_cast<int32_t*>(shared + kScratch));
   if (chunk.length == 0) return;
-  const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
   copy_keys<kPrepareThreads, FK_ALIGNED>(shared, p.k, p.k_stride_t, q_head * p.k_stride_h, chunk,
                                          threadIdx.x);
   copy_keys<kPrepareThreads, FK_ALIGNED>(shared + kQ, p.q, p.q_stride_t, q_head * p.q_stride_h,

@@ -176,8 +176,9 @@ __device__ __forceinline__ Part find_part(const Params& p) {
 constexpr float kLeastLog = -160.0f;
 constexpr float kLeastRateLog = -745.2f;  // below, e^A_log is 0 in float64
 
-__device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) {
-  const float x = a + dt_bias;
+// A call, not inlined: two logarithms and exponentials with their special cases are 100
+// instructions that hardly any token needs.
+static __device__ __noinline__ float exact_log2_gate(float A_log, float x) {
   const float rate = expf(A_log);
   // For very negative x, softplus is e^x, and e^(A_log + x) neither overflows nor underflows early.
   float log_g = x < -15.0f ? -expf(A_log + x) : -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
@@ -186,6 +187,20 @@ __device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) 
   if (rate == 0.0f) log_g = A_log < kLeastRateLog || x < INFINITY ? 0.0f : -x;
   log_g *= kLog2E;
   return log_g < kLeastLog ? kLeastLog : log_g;
+}
+
+// By the special function unit in the usual range: relative error of the logarithm at most 2e-5,
+// which long products keep.
+__device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) {
+  const float x = a + dt_bias;
+  const float rate = ptx::exp2(kLog2E * A_log);
+  const float w = ptx::exp2(-kLog2E * fabsf(x));
+  // Where 1 + w would round w away, its logarithm's series.
+  const float series = kLog2E * w * (1.0f - w * (0.5f - w * (1.0f / 3 - w * 0.25f)));
+  const float log2_of = w < 0x1p-6f ? series : ptx::log2(1.0f + w);
+  const float log_g = -rate * fmaf(kLog2E, fmaxf(x, 0.0f), log2_of);
+  if (rate >= 0x1p-20f && rate <= 0x1p10f && fabsf(x) <= 80.0f) return fmaxf(log_g, kLeastLog);
+  return exact_log2_gate(A_log, x);
 }
 
 // A chunk's gates. `decay[t]`: log2 of the decay from the chunk's start through token t.
@@ -228,7 +243,7 @@ __device__ __forceinline__ void compute_gates(const RawGates& raw, float A_log, 
     float beta = 0.0f;
     if (t < length) {
       log_g[i] = log2_gate(A_log, to_float(raw.a[i]), dt_bias);
-      beta = 1.0f / (1.0f + expf(-to_float(raw.b[i])));
+      beta = ptx::reciprocal(1.0f + ptx::exp2(-kLog2E * to_float(raw.b[i])));
       if (isnan(beta) || isnan(log_g[i])) {
         beta = 0.0f;  // a column of T, where 0 * NaN would reach earlier tokens
         atomicMin(&gates->first_bad, t);
@@ -280,19 +295,22 @@ constexpr int kPairBytes = 2 * kChunk;    // of a row of a [64, 64] matrix
 constexpr int kKeysBytes = kChunk * kKeyBytes;
 constexpr int kPairsBytes = kChunk * kPairBytes;
 
-// Fragments of 16 rows and 16 columns, `row` and `piece` those of the upper left corner. `a`: an
-// operand of 16 rows, or, transposed, two operands b of 8 columns each with rows as they lie.
-// `b`: two operands b of 8 columns each, which are rows as they lie.
+// Fragments of 16 rows and 16 columns, `row` (a multiple of 8) and `piece` (even) those of the
+// upper left corner. `a`: an operand of 16 rows, or, transposed, two operands b of 8 columns each
+// with rows as they lie. `b`: two operands b of 8 columns each, which are rows as they lie. A
+// lane's address differs from that of piece 0 by one exclusive or, and from row to row by a
+// constant.
 template <int kBytes>
 __device__ __forceinline__ uint32_t fragment_a(uint32_t tile, uint32_t row, uint32_t piece) {
   const uint32_t lane = threadIdx.x % kWarpSize;
-  return tile + swizzle<kBytes>(row + lane % 16, piece + lane / 16);
+  return ((tile + swizzle<kBytes>(lane % 16, lane / 16)) ^ (piece << 4)) + row * kBytes;
 }
 
 template <int kBytes>
 __device__ __forceinline__ uint32_t fragment_b(uint32_t tile, uint32_t row, uint32_t piece) {
   const uint32_t lane = threadIdx.x % kWarpSize;
-  return tile + swizzle<kBytes>(row + lane % 8 + lane / 16 * 8, piece + lane / 8 % 2);
+  const uint32_t first = swizzle<kBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  return ((tile + first) ^ (piece << 4)) + row * kBytes;
 }
 
 // Eight bfloat16 values that need not be aligned, to shared memory; zeros where `!is_inside`.
@@ -331,16 +349,54 @@ __device__ __forceinline__ void store_piece(uint16_t* to, uint4 words) {
 template <int kThreads, bool kAligned>
 __device__ __forceinline__ void copy_keys(unsigned char* tile, const void* x, int64_t stride_t,
                                           int64_t offset, Chunk chunk, uint32_t thread) {
-  const uint32_t shared = ptx::shared_address(tile);
-  constexpr int kPieces = kKeyBytes / 16;
+  constexpr int kPieces = kKeyBytes / 16, kRows = kThreads / kPieces;  // of one round
+  static_assert(kRows % 8 == 0, "a thread's rows are swizzled alike");
+  const uint32_t row = thread / kPieces, piece = thread % kPieces;
+  const uint32_t shared = ptx::shared_address(tile) + swizzle<kKeyBytes>(row, piece);
+  // One pointer that moves on: an address from its row costs ten instructions a piece.
+  const uint16_t* from = static_cast<const uint16_t*>(x) + (int64_t{chunk.start} + row) * stride_t +
+                         offset + 8 * piece;
 #pragma unroll
-  for (int i = 0; i < kChunk * kPieces / kThreads; ++i) {
-    const uint32_t row = (i * kThreads + thread) / kPieces, piece = thread % kPieces;
-    const bool is_inside = static_cast<int32_t>(row) < chunk.length;
-    const int64_t token = int64_t{chunk.start} + (is_inside ? row : 0);
-    const uint16_t* from = static_cast<const uint16_t*>(x) + token * stride_t + offset + 8 * piece;
-    copy_piece<kAligned>(shared + swizzle<kKeyBytes>(row, piece), tile, from, is_inside);
+  for (int i = 0; i < kChunk / kRows; ++i) {
+    copy_piece<kAligned>(shared + i * kRows * kKeyBytes, tile, from,
+                         static_cast<int32_t>(row) + i * kRows < chunk.length);
+    from += kRows * stride_t;
   }
+}
+
+// ---- what is likely to be wanted ----------------------------------------------------------------
+
+// Offsets and indices have to be read before anything else can be, which costs one access of
+// memory more. Where there is one sequence it most likely starts at token 0: then its rows are on
+// their way into L2 meanwhile. Nothing depends on the guess.
+
+// q and k of a head: a chunk from token `first` on.
+template <int kThreads>
+__device__ __forceinline__ void prefetch_keys(const Params& p, uint32_t q_head, int32_t first) {
+  constexpr int kLines = kKeyBytes / 128;
+  for (int32_t i = threadIdx.x; i < kChunk * kLines; i += kThreads) {
+    const int64_t token = int64_t{first} + i / kLines;
+    if (token >= p.num_tokens) return;
+    const int64_t offset = i % kLines * 64;
+    ptx::prefetch_l2(static_cast<const uint16_t*>(p.k) + token * p.k_stride_t +
+                     q_head * p.k_stride_h + offset);
+    ptx::prefetch_l2(static_cast<const uint16_t*>(p.q) + token * p.q_stride_t +
+                     q_head * p.q_stride_h + offset);
+  }
+}
+
+// v, from `column` on, of the first chunk, and the state's rows of V from there on.
+template <int kThreads, int kRows>
+__device__ __forceinline__ void prefetch_rows(const Params& p, uint32_t head, uint32_t column) {
+  if (threadIdx.x < kChunk && static_cast<int32_t>(threadIdx.x) < p.num_tokens) {
+    ptx::prefetch_l2(static_cast<const uint16_t*>(p.v) + threadIdx.x * p.v_stride_t +
+                     head * p.v_stride_h + column);
+  }
+  if (p.has_state == 0 || p.index_words != 0) return;
+  const float* state =
+      static_cast<const float*>(p.state) + head * p.state_stride_h + column * kHeadSize;
+  constexpr int kLines = kRows * kHeadSize / 32;
+  for (int i = threadIdx.x; i < kLines; i += kThreads) ptx::prefetch_l2(state + i * 32);
 }
 
 }  // namespace fastkernels::gdn_prefill

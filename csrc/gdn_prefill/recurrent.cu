@@ -2,10 +2,11 @@
 //
 // Plan: `lanes_per_row` neighbouring lanes share a row of one head's state and each holds
 // `rows_per_lane` rows in registers. A tile of tokens comes into shared memory first, one warp
-// makes its gates, and then each token costs a dot product over the lanes' own columns, a round of
-// shuffles and the update: nothing is loaded from global memory on the way.
+// makes its gates and all of them its products k.q, and then each token costs a dot product over
+// the lanes' own columns, a round of shuffles and the update: nothing is loaded from global memory
+// on the way.
 //
-// Shared memory: kSharedBytes. Barriers: three a tile.
+// Shared memory: kSharedBytes. Barriers: four a tile.
 //
 // Constraints: head size 128; num_v_heads a multiple of num_q_heads; blocks as `find_part` has
 // them, for one sequence where there is none. Any lengths, but the time grows with the longest one.
@@ -32,7 +33,8 @@ constexpr int kTile = 32;  // tokens
 constexpr int kK = kTile * kKeyBytes;
 constexpr int kV = kK + kTile * kKeyBytes;
 constexpr int kGates = kV + kTile * kBlockRows * 2;
-constexpr int kScratch = kGates + kTile * sizeof(Gates);
+constexpr int kProducts = kGates + kTile * sizeof(Gates);  // k.q of each token
+constexpr int kScratch = kProducts + kTile * sizeof(float);
 constexpr int kSharedBytes = kScratch + 128;
 static_assert(FK_THREADS == kThreads && FK_SHARED_BYTES == kSharedBytes,
               "kernels/__init__.py says otherwise");
@@ -60,6 +62,52 @@ __device__ __forceinline__ Keys<kLanes> load_keys(const unsigned char* shared, i
     keys.k[i] = k[i * kLanes + lane];
   }
   return keys;
+}
+
+// Two sums side by side: a chain of products that add to one another takes four cycles each.
+__device__ __forceinline__ float2 dot2(float4 x, float4 y, float2 sum) {
+  sum.x = fmaf(x.x, y.x, sum.x);
+  sum.y = fmaf(x.y, y.y, sum.y);
+  sum.x = fmaf(x.z, y.z, sum.x);
+  sum.y = fmaf(x.w, y.w, sum.y);
+  return sum;
+}
+
+// As gdn.cuh's `step_rows`, but k.q is given: it needs no state, and here all tokens are there
+// before the first one's step.
+__device__ __forceinline__ void step(float4 (&S)[kRows][kPieces], const Keys<kLanes>& keys,
+                                     const uint16_t (&v)[kRows], Gates gates, float k_q,
+                                     float scale, float (&output)[kRows]) {
+  float2 S_k[kRows] = {}, S_q[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const float4 k = unpack(keys.k[i]), q = unpack(keys.q[i]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      S_k[r] = dot2(S[r][i], k, S_k[r]);
+      S_q[r] = dot2(S[r][i], q, S_q[r]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float of_k = S_k[r].x + S_k[r].y, of_q = S_q[r].x + S_q[r].y;
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      of_k += __shfl_xor_sync(0xffffffffu, of_k, distance);
+      of_q += __shfl_xor_sync(0xffffffffu, of_q, distance);
+    }
+    const float u = gates.beta * fmaf(-gates.g, of_k, to_float(v[r]));
+    output[r] = scale * fmaf(gates.g, of_q, u * k_q);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const float4 k = unpack(keys.k[i]);
+      float4& x = S[r][i];
+      x.x = fmaf(u, k.x, gates.g * x.x);
+      x.y = fmaf(u, k.y, gates.g * x.y);
+      x.z = fmaf(u, k.z, gates.g * x.z);
+      x.w = fmaf(u, k.w, gates.g * x.w);
+    }
+  }
 }
 
 struct Block {
@@ -93,6 +141,10 @@ struct Block {
   __device__ __forceinline__ void run(int32_t seq) const {
     unsigned char* shared = ptx::dynamic_shared();
     Tokens tokens = {0, 0};
+    if (p.num_seqs == 1) {
+      prefetch_keys<kThreads>(p, q_head, 0);
+      prefetch_rows<kThreads, kBlockRows>(p, head, column);
+    }
     if (p.num_seqs > 0) {
       tokens = find_tokens<kThreads>(p, seq, reinterpret_cast<int32_t*>(shared + kScratch));
     }
@@ -152,6 +204,21 @@ struct Block {
     }
     ptx::copy_wait<0>();
     __syncthreads();
+    auto* products = reinterpret_cast<float*>(shared + kProducts);
+    for (int32_t first = 0; first < tile.length; first += kThreads / kLanes) {
+      const int32_t t = first + threadIdx.x / kLanes;
+      const Keys<kLanes> keys = load_keys(shared, min(t, tile.length - 1));
+      float2 sum = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) sum = dot2(unpack(keys.k[i]), unpack(keys.q[i]), sum);
+      float k_q = sum.x + sum.y;
+#pragma unroll
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        k_q += __shfl_xor_sync(0xffffffffu, k_q, distance);
+      }
+      if (threadIdx.x % kLanes == 0 && t < tile.length) products[t] = k_q;
+    }
+    __syncthreads();
 
     Keys<kLanes> keys = load_keys(shared, 0);
     for (int32_t t = 0; t < tile.length; ++t) {
@@ -162,7 +229,7 @@ struct Block {
         values[r] = v[t * kBlockRows + row - column + r * kRowStep];
       }
       float output[kRows];
-      step_rows<kLanes>(S, keys, values, gates[t], p.scale, output);
+      step(S, keys, values, gates[t], products[t], p.scale, output);
       if (threadIdx.x % kLanes == 0) {
         uint16_t* to = output_at(int64_t{tile.start} + t) + row;
 #pragma unroll

@@ -53,16 +53,17 @@ struct Sequence {
                                        thread);
     copy_keys<kGroupThreads, kAligned>(to.q, p.q, p.q_stride_t, q_head * p.q_stride_h, chunk,
                                        thread);
-    constexpr int kPieces = kRows / 8;
-    const uint32_t v = ptx::shared_address(to.v);
+    constexpr int kPieces = kRows / 8, kRound = kGroupThreads / kPieces;  // rows of one round
+    const uint32_t row = thread / kPieces, piece = thread % kPieces;
+    const uint32_t v = ptx::shared_address(to.v) + row * Exchange::kVBytes + 16 * piece;
+    const uint16_t* from = static_cast<const uint16_t*>(p.v) +
+                           (int64_t{chunk.start} + row) * p.v_stride_t + head * p.v_stride_h +
+                           column + 8 * piece;
 #pragma unroll
-    for (int i = 0; i < kChunk * kPieces / kGroupThreads; ++i) {
-      const uint32_t idx = i * kGroupThreads + thread, row = idx / kPieces, piece = idx % kPieces;
-      const bool is_inside = static_cast<int32_t>(row) < chunk.length;
-      const int64_t token = int64_t{chunk.start} + (is_inside ? row : 0);
-      const uint16_t* from = static_cast<const uint16_t*>(p.v) + token * p.v_stride_t +
-                             head * p.v_stride_h + column + 8 * piece;
-      copy_piece<kAligned>(v + row * Exchange::kVBytes + 16 * piece, to.v, from, is_inside);
+    for (int i = 0; i < kChunk / kRound; ++i) {
+      copy_piece<kAligned>(v + i * kRound * Exchange::kVBytes, to.v, from,
+                           static_cast<int32_t>(row) + i * kRound < chunk.length);
+      from += kRound * p.v_stride_t;
     }
   }
 
@@ -70,15 +71,17 @@ struct Sequence {
   __device__ __forceinline__ void copy_prepared(int64_t number, const Stage& to) const {
     const uint32_t thread = threadIdx.x - kGroupThreads;
     const unsigned char* from = find_prepared(p, number, head);
-    const uint32_t T = ptx::shared_address(to.T), P = ptx::shared_address(to.P);
+    const uint32_t T = ptx::shared_address(to.T) + 16 * thread;
+    const uint32_t P = ptx::shared_address(to.P) + 16 * thread;
     constexpr int kPieces = kPairBytes / 16;
+    static_assert(kGroupThreads / kPieces == 16, "a round is a row of tiles");
+    const int32_t tile = ((thread % kPieces) ^ (thread / kPieces & 7)) / 2;
 #pragma unroll
-    for (int i = 0; i < kPairsBytes / 16 / kGroupThreads; ++i) {
-      const uint32_t idx = i * kGroupThreads + thread, row = idx / kPieces;
-      // Tiles above the diagonal are neither written nor read.
-      if (((idx % kPieces) ^ (row & 7)) / 2 > row / 16) continue;
-      ptx::copy_async(T + 16 * idx, from + 16 * idx, 16);
-      ptx::copy_async(P + 16 * idx, from + kPairsBytes + 16 * idx, 16);
+    for (int i = 0; i < kChunk / 16; ++i) {
+      if (tile > i) continue;  // above the diagonal, where nothing was written
+      ptx::copy_async(T + 16 * kPairBytes * i, from + 16 * (kGroupThreads * i + thread), 16);
+      ptx::copy_async(P + 16 * kPairBytes * i,
+                      from + kPairsBytes + 16 * (kGroupThreads * i + thread), 16);
     }
     if (thread < kGatesPieces) {
       ptx::copy_async(ptx::shared_address(to.gates) + 16 * thread,
@@ -131,6 +134,10 @@ struct Sequence {
   // The sequence at `position`; position 0 where there is none.
   __device__ __forceinline__ void run(int32_t position) {
     Located at = {0, {0, 0}};
+    if (p.num_seqs == 1) {
+      if constexpr (kFused) prefetch_keys<kChainThreads>(p, q_head, 0);
+      prefetch_rows<kChainThreads, kRows>(p, head, column);
+    }
     if (p.num_seqs > 0) {
       // What the chunks will exchange is not there yet.
       at = locate<kChainThreads>(p, position, reinterpret_cast<int32_t*>(shared + kScratch),

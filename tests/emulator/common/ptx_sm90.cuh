@@ -170,6 +170,8 @@ T load_constant(const T* pointer) {
   return *pointer;
 }
 
+inline void prefetch_l2(const void*) {}
+
 inline float4 load(const float* pointer) {
   if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) emulator::Fail("misaligned load");
   return *reinterpret_cast<const float4*>(pointer);

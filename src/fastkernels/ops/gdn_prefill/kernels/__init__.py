@@ -69,7 +69,7 @@ class Recurrent:
     @property
     def shared_bytes(self) -> int:
         tokens = 32  # of a tile
-        return tokens * (2 * 2 * HEAD_SIZE + 2 * self.rows_per_block + 8) + 128
+        return tokens * (2 * 2 * HEAD_SIZE + 2 * self.rows_per_block + 8 + 4) + 128
 
 
 KEYS_BYTES = 2 * CHUNK * HEAD_SIZE  # of q or k of a chunk
