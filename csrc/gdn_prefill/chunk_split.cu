@@ -22,11 +22,10 @@ namespace {
 #if FK_PREPARE
 
 constexpr int kQ = kKeysBytes;
-constexpr int kT = kQ + kKeysBytes;
-constexpr int kGates = kT + kPreparedPairs;
+constexpr int kGates = kQ + kKeysBytes;
 constexpr int kSystem = kGates + kGatesPieces * 16;
 constexpr int kInverse = 0;  // in the place of q and k, which are not needed any more
-static_assert(kChunk * kPitch * 4 <= kT, "it fits");
+static_assert(kChunk * kPitch * 4 <= kGates, "it fits");
 constexpr int kScratch = kSystem + kChunk * kPitch * 4;
 constexpr int kPrepareBytes = kScratch + 128;
 static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
@@ -51,17 +50,12 @@ __device__ __forceinline__ void prepare_chunk(const Params& p, int32_t number, u
   }
   ptx::copy_wait<0>();
   __syncthreads();
+  unsigned char* to = find_prepared(p, number, head);
   prepare({shared + kQ, shared, gates, reinterpret_cast<float*>(shared + kSystem),
-           reinterpret_cast<float*>(shared + kInverse), shared + kT, shared + kT + kPairsBytes});
-  __syncthreads();
-  auto* to = reinterpret_cast<uint4*>(find_prepared(p, number, head));
-  constexpr int kPieces = kPreparedPairs / 16;
-  for (int i = threadIdx.x; i < kPieces + kGatesPieces; i += kPrepareThreads) {
-    const int row = i % (kPieces / 2) / (kPairBytes / 16);
-    const int piece = i % (kPairBytes / 16) ^ (row & 7);
-    if (i >= kPieces || piece / 2 <= row / 16) {  // tiles above the diagonal are not there
-      to[i] = reinterpret_cast<const uint4*>(shared + kT)[i];
-    }
+           reinterpret_cast<float*>(shared + kInverse), to, to + kPairsBytes});
+  if (threadIdx.x < kGatesPieces) {
+    reinterpret_cast<uint4*>(to + kPreparedPairs)[threadIdx.x] =
+        reinterpret_cast<const uint4*>(gates)[threadIdx.x];
   }
 }
 

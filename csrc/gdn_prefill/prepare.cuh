@@ -16,10 +16,10 @@ struct Prepare {
   const unsigned char* q;  // [64, 128] bfloat16, swizzled
   const unsigned char* k;
   ChunkGates* gates;
-  float* system;     // [64, kPitch]: I + A without its diagonal
-  float* inverse;    // [64, kPitch]
-  unsigned char* T;  // [64, 64] bfloat16, swizzled: (I + A)^-1 - I
-  unsigned char* P;  // [64, 64] bfloat16, swizzled: decayed q.k
+  float* system;   // [64, kPitch]: I + A without its diagonal
+  float* inverse;  // [64, kPitch]
+  // In shared memory or global. [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and decayed q.k.
+  unsigned char *T, *P;
 };
 
 // The tile of 16 columns that the 16 x 16 tile `idx` of a lower triangle, by rows, lies in.

@@ -114,7 +114,7 @@ class ChunkSplit:
         return _shared_bytes(self.rows_per_block, self.stages, pair_stages=self.stages)
 
 
-PREPARE_SHARED_BYTES = 2 * KEYS_BYTES + 2 * PAIRS_BYTES + GATES_BYTES + SYSTEM_BYTES + 128
+PREPARE_SHARED_BYTES = 2 * KEYS_BYTES + GATES_BYTES + SYSTEM_BYTES + 128
 
 PREPARED_BYTES = 17024
 """Of a chunk and value head in the workspace of `chunk_split`: `kPreparedBytes` of
