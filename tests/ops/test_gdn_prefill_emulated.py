@@ -260,11 +260,11 @@ def test_c10_gates_beyond_their_range(
     """Finite, and inf * 0 counts as 0."""
     inputs = make_inputs(Case("gates", (70,), num_q_heads=1, num_v_heads=1, seed=12))
     assert inputs.state is not None
+    before = inputs.state.clone()
     inputs = inputs._replace(
         A_log=torch.full_like(inputs.A_log, A_log), a=torch.full_like(inputs.a, a),
         b=torch.full_like(inputs.b, -100.0),
     )  # fmt: skip
-    before = inputs.state.clone()
     outputs = emulate(name, inputs)
     assert_judged(clone(inputs), outputs)
     torch.testing.assert_close(outputs[1], g * before, rtol=1e-5, atol=1e-12)

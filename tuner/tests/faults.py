@@ -139,6 +139,11 @@ def prints(inputs: Any, outputs: Any) -> None:
         os.write(fd, b'\x00\x00\x00\x04{"a"' * 100)
 
 
+def dawdles(inputs: Any, outputs: Any) -> None:
+    honest(inputs, outputs)
+    time.sleep(0.02)
+
+
 def remembers(inputs: Any, outputs: Any) -> None:
     """The result of the first call on the same address."""
     key = inputs.q.data_ptr()
@@ -192,6 +197,18 @@ def route(call: Callable[[Any, Any], None], name: str = "", **options: Any) -> R
     return Route(name or call.__name__, "torch", ANY_DEVICE, Config(), launch, **options)
 
 
+def _right_but(turns: dict[int, Callable[[Any, Any], None]]) -> Callable[[Any, Any], None]:
+    """Honest, but for some calls of a process, counted from 1."""
+    calls = 0
+
+    def call(inputs: Any, outputs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        turns.get(calls, honest)(inputs, outputs)
+
+    return call
+
+
 def _prepare(key: Any, config: Any) -> None:
     raise RuntimeError("nvcc: error: expected a ';'")
 
@@ -207,9 +224,18 @@ ROUTES = {
             for call in (
                 honest, wrong, later_wrong, nonfinite, drops_an_element, idles, mutates, overruns,
                 underruns, reshapes, retypes, raises, out_of_memory, hangs, crashes, leaves, forges,
-                prints, remembers, stops_the_clock, asserts, sleeps, asks_for_too_much, lingers,
+                prints, dawdles, remembers, stops_the_clock, asserts, sleeps, asks_for_too_much,
+                lingers,
             )
         ),
+        route(_right_but({3: wrong}), "third_is_wrong"),
+        route(_right_but({3: drops_an_element, 9: drops_an_element}), "third_drops"),
+        route(_right_but({3: raises}), "third_raises"),
+        route(_right_but({3: raises, 4: crashes}), "third_raises_fourth_crashes"),
+        route(_right_but({3: crashes}), "third_crashes"),
+        route(_right_but({3: asserts}), "third_asserts"),
+        route(_right_but({3: hangs}), "third_hangs"),
+        route(_right_but({2: wrong, 3: crashes}), "second_is_wrong_third_crashes"),
         route(honest, "does_not_compile", prepare=_prepare),
         route(honest, "crashes_the_compiler", prepare=_crash),
         route(honest, "declines", supports=lambda *_: Decline("serves nobody")),
@@ -240,3 +266,13 @@ def other(inputs: Any, mode: str) -> Peer:
 
 def wrong_other(inputs: Any, mode: str) -> Peer:
     return Peer(inputs, 1.5)
+
+
+class SlowPeer(Peer):
+    def run(self) -> None:
+        super().run()
+        time.sleep(0.02)
+
+
+def slow_other(inputs: Any, mode: str) -> Peer:
+    return SlowPeer(inputs, 1.005)

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from fastkernels.core import dispatch
 from fastkernels.core import table as tables
 from fastkernels_tuner import controller, emit, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
-from fastkernels_tuner.cli import campaigns
+from fastkernels_tuner.cli import campaigns, main
 from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
 from fastkernels_tuner.errors import EvidenceError
-from fastkernels_tuner.model import Candidate, Policy, Workload
+from fastkernels_tuner.model import Candidate, Evaluation, Policy, Workload
 from fastkernels_tuner.promote import NotPromoted, Unproven
 from fastkernels_tuner.search import SETTLED, Outage, TrialResult
 from fastkernels_tuner.stages import STAGES, name_of
@@ -122,6 +123,40 @@ def test_a_campaign_finds_the_fastest_config(store: Store, tmp_path: Path) -> No
     assert "64" in (campaign.folder / "report.md").read_text()
     assert (campaign.folder / "report.html").read_text().lstrip().startswith("<!")
     store.check(campaign.id)
+
+
+def test_what_a_campaign_costs_is_told_stage_by_stage(store: Store, tmp_path: Path) -> None:
+    """While it runs, by `status`, and in the report."""
+    told: list[str] = []
+    begun = begin(store, tmp_path)
+    campaign = Campaign(store, begun.id, begun.folder, told.append)
+    worker = Worker(store, "cpu", "CPU", Slow(prefers(64)), begun.folder.parent)
+    with store.hold(campaign.id, "test", 60) as lease:
+        Controller(campaign, worker, lease).run("report")
+    spent = campaign.device_s()
+    assert {"search", "compare", "verify"} <= set(spent)
+    for stage, seconds in spent.items():
+        (line,) = [line for line in told if line.startswith(f"{stage}: ") and "device" in line]
+        assert line.startswith(f"{stage}: {seconds:.1f} s on the device, ")
+    assert spent["search"] >= 0.2
+    shown = CliRunner().invoke(
+        main, ["status", campaign.id, "--storage", store.url, "--folder", str(tmp_path)]
+    )
+    assert shown.exit_code == 0, shown.output
+    (line,) = [line for line in shown.output.splitlines() if line.startswith("  search ")]
+    assert f"{spent['search']:.1f} s" in line
+    total = sum(spent.values())
+    assert f"{total:.1f} s on the device: search {spent['search']:.1f}, " in shown.output
+    costs = {stage.stage: stage.device_s for stage in report_stage._cost(campaign).stages}
+    assert costs == {"fit": 0.0, "confirm": 0.0, **spent}
+
+
+class Slow(FakeBench):
+    """Takes its time."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Evaluation:
+        time.sleep(0.03)
+        return super().evaluate(*arguments, **options)
 
 
 def test_a_wrong_candidate_never_serves(store: Store, tmp_path: Path) -> None:

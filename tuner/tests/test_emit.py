@@ -137,6 +137,14 @@ def test_problems_of_one_size_are_pooled(tmp_path: Path) -> None:
     assert first.evidence["margin"] == round((4.0 - 2.4) / 2.4, 4)
 
 
+def test_a_median_of_few_calls_is_known_less_well(tmp_path: Path) -> None:
+    """What was hopeless after a few calls may be the best where the better ones turn out wrong."""
+    rows = [{**entry, "calls": 6} for entry in both_modes()]
+    found = [regime.evidence["spread_us"] for regime in measured(tmp_path, rows).regimes]
+    assert found == [0.078] * 4  # of 0.1 us to p90; of 30 calls it is 0.035
+    assert "has calls = 0, expected a count" in refused(tmp_path, [{**rows[0], "calls": 0}])
+
+
 def test_a_boundary_stays_within_what_a_route_takes(tmp_path: Path) -> None:
     """`small` was measured up to 8 rows and takes no more, so the boundary is no midpoint. Above
     it, no neighbour can take over; the margin is the one over the next best."""

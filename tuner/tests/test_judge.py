@@ -18,18 +18,20 @@ import pytest
 import torch
 
 from fastkernels import catalog
-from fastkernels.testing import cupti
+from fastkernels.testing import cupti, workloads
 from fastkernels.testing.compare import as_tuple
 from fastkernels_tuner.measure import buffers, guards, judge, worker
 from fastkernels_tuner.measure.guards import DeviceBusy, GpuGuard, LoadGuard, Reading
 from fastkernels_tuner.measure.judge import Judge, JudgeFailed
 from fastkernels_tuner.measure.protocol import (
     MAX_BYTES,
+    Call,
     Channel,
     Check,
     Checked,
     Closed,
     Done,
+    Draw,
     Facts,
     Fault,
     Fill,
@@ -78,6 +80,15 @@ def call(made: Judge, loan: Loan, slot: int = 0, spoil: Spoil | None = None) -> 
     return tuple(Returned(dtype=str(x.dtype)[6:], shape=tuple(x.shape)) for x in result)
 
 
+def fill(made: Judge, slot: int, seed: int, is_flipped: bool = False) -> float:
+    return made.fill([Draw(slot=slot, seed=seed)], is_flipped)
+
+
+def check(made: Judge, slot: int, is_judged: bool, allowance: float, returned: Any) -> Checked:
+    (found,) = made.check([Call(slot=slot, returned=returned)], is_judged, allowance)
+    return found
+
+
 def _sets(made: Judge, loan: Loan) -> tuple[worker.Set, ...]:
     """Through the buffer that another process would map."""
     return worker.bind_sets(buffers.attach(made.share(), CPU), loan)
@@ -94,13 +105,13 @@ def judged(
 ) -> Checked:
     """A judged call, and where it is wrong the diagnosis after a repetition spoilt by `again`."""
     loan = made.lend(workload, 2)
-    made.fill(1, seed)
+    fill(made, 1, seed)
     returned = call(made, loan, 1, spoil)
-    found = made.check(1, True, allowance, returned)
+    found = check(made, 1, True, allowance, returned)
     failure = found.failure
     if failure is None or failure.cause not in (Cause.NUMERIC, Cause.NONFINITE):
         return found
-    made.fill(1, seed, is_flipped=True)
+    fill(made, 1, seed, is_flipped=True)
     call(made, loan, 1, spoil if again is None else again)
     return made.diagnose(1, allowance)
 
@@ -219,12 +230,12 @@ def _unnamed(inputs: Any) -> torch.Tensor:
 def test_a_byte_outside_is_seen(bare: Judge, shift: int) -> None:
     """Just before q, which lies first, and just after the last output."""
     loan = bare.lend(decode(), 1)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     returned = call(bare, loan)
     first, last = loan.tensors[0], loan.tensors[-1]
     place = first.offset + shift if shift < 0 else last.offset + last.nbytes + shift
     bare.slot(0)[place] ^= 0x10
-    found = bare.check(0, False, 1.0, returned)
+    found = check(bare, 0, False, 1.0, returned)
     assert cause(found) == Cause.OUT_OF_BOUNDS
     assert found.failure is not None
     expected = (
@@ -233,16 +244,33 @@ def test_a_byte_outside_is_seen(bare: Judge, shift: int) -> None:
     assert expected in found.failure.message
 
 
+def test_a_byte_that_is_put_back_counts(bare: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By work that goes on beside the judge: it is no fault of the harness, to be tried again."""
+    loan = bare.lend(decode(), 1)
+    fill(bare, 0, 5)
+    returned = call(bare, loan)
+    place, changed = loan.tensors[0].offset, bare._changed
+
+    def then_back(slots: list[int]) -> list[bool]:
+        bare.slot(0)[place] ^= 0x10
+        found = changed(slots)
+        bare.slot(0)[place] ^= 0x10
+        return found
+
+    monkeypatch.setattr(bare, "_changed", then_back)
+    assert cause(check(bare, 0, True, 1.0, returned)) == Cause.OUT_OF_BOUNDS
+
+
 def test_a_byte_between_rows_of_an_updated_tensor_is_seen(bare: Judge) -> None:
     """Padding between the slots of a server's pool."""
     loan = bare.lend(listed("gdn_decode", "strided-inplace"), 1)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     returned = call(bare, loan)
     state = next(lent for lent in loan.tensors if lent.name == "state")
     size = 4 * state.shape[1] * state.shape[2] * state.shape[3]
     assert state.stride[0] * 4 > size
     bare.slot(0)[state.offset + size + 1] ^= 0x10
-    found = bare.check(0, True, 1.0, returned)
+    found = check(bare, 0, True, 1.0, returned)
     assert cause(found) == Cause.OUT_OF_BOUNDS
     assert found.failure is not None
     assert "between elements of 'state'" in found.failure.message
@@ -259,11 +287,11 @@ def test_an_element_that_nobody_wrote(bare: Judge, output: int) -> None:
     loan = bare.lend(decode(), 1)
     sets = _sets(bare, loan)
     for is_flipped in (False, True):
-        bare.fill(0, 5, is_flipped)
+        fill(bare, 0, 5, is_flipped)
         poison.append(float(sets[0].results[output][1, 0, 1, 7]))
         returned = call(bare, loan, 0, spoil)
         if not is_flipped:
-            assert cause(bare.check(0, True, 1.0, returned)) == Cause.NUMERIC
+            assert cause(check(bare, 0, True, 1.0, returned)) == Cause.NUMERIC
     found = bare.diagnose(0, 1.0)
     assert cause(found) == Cause.DROPPED_ELEMENT
     assert found.failure is not None
@@ -305,18 +333,18 @@ def test_what_is_returned_has_the_shape_and_dtype_of_the_spec(
     bare: Judge, returned: Any, expected: Cause | None
 ) -> None:
     loan = bare.lend(decode(), 1)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     call(bare, loan)
-    metadata = [Returned(dtype=dtype, shape=shape) for dtype, shape in returned]
-    assert cause(bare.check(0, False, 1.0, metadata)) == expected
+    metadata = tuple(Returned(dtype=dtype, shape=shape) for dtype, shape in returned)
+    assert cause(check(bare, 0, False, 1.0, metadata)) == expected
 
 
 def test_without_judging_numbers_are_not_looked_at(bare: Judge) -> None:
     loan = bare.lend(decode(), 1)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     returned = call(bare, loan, 0, lambda inputs, results: results[0].zero_())
-    assert bare.check(0, False, 1.0, returned) == Checked()
-    assert cause(bare.check(0, True, 1.0, returned)) == Cause.NUMERIC
+    assert check(bare, 0, False, 1.0, returned) == Checked()
+    assert cause(check(bare, 0, True, 1.0, returned)) == Cause.NUMERIC
 
 
 # ---- poison and draws ---------------------------------------------------------------------------
@@ -328,13 +356,13 @@ def outputs_of(made: Judge, loan: Loan) -> list[torch.Tensor]:
 
 def test_poison_is_plausible_and_flips_in_every_element(bare: Judge) -> None:
     loan = bare.lend(decode(), 1)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     one = outputs_of(bare, loan)
-    bare.fill(0, 5)
+    fill(bare, 0, 5)
     same = outputs_of(bare, loan)
-    bare.fill(0, 5, is_flipped=True)
+    fill(bare, 0, 5, is_flipped=True)
     flipped = outputs_of(bare, loan)
-    bare.fill(0, 6)
+    fill(bare, 0, 6)
     other = outputs_of(bare, loan)
     for a, b, c, d in zip(one, same, flipped, other, strict=True):
         assert a.isfinite().all()
@@ -356,18 +384,18 @@ def test_poison_of_integers(dtype: torch.dtype) -> None:
 
 def test_a_slot_is_drawn_anew_only_for_another_seed(bare: Judge) -> None:
     bare.lend(decode(), 2)
-    assert bare.fill(0, 5) > 0.0
-    assert bare.fill(0, 5) == 0.0
-    assert bare.fill(1, 5) > 0.0
-    assert bare.fill(0, 6) > 0.0
+    assert fill(bare, 0, 5) > 0.0
+    assert fill(bare, 0, 5) == 0.0
+    assert fill(bare, 1, 5) > 0.0
+    assert fill(bare, 0, 6) > 0.0
 
 
 def test_the_cases_own_seed_gives_its_own_inputs(bare: Judge) -> None:
     loan = bare.lend(decode(seed=77), 1)
-    bare.fill(0, 77)
+    fill(bare, 0, 77)
     own = catalog.module("gdn_decode", "inputs").make_inputs(decode(seed=77).build())
     assert torch.equal(_sets(bare, loan)[0].inputs.state, own.state)
-    bare.fill(0, 78)
+    fill(bare, 0, 78)
     assert not torch.equal(_sets(bare, loan)[0].inputs.state, own.state)
 
 
@@ -377,7 +405,7 @@ def test_inputs_that_change_their_shape_with_the_seed_are_the_harness_fault(
     bare.lend(decode(), 1)
     draw = bare._now.draw
     monkeypatch.setattr(bare._now, "draw", lambda seed: draw(seed)._replace(q=torch.zeros(1)))
-    reply = judge.answer(bare, Fill(slot=0, seed=9))
+    reply = judge.answer(bare, Fill(draws=(Draw(slot=0, seed=9),)))
     assert isinstance(reply, Fault)
     assert reply.cause == Cause.HARNESS_BUG
     assert "'q' of seed 9" in reply.message
@@ -391,16 +419,155 @@ def test_nan_in_the_expected_output_is_the_harness_fault(
     monkeypatch.setattr(
         bare._now, "expect", lambda x: expect(x._replace(v=torch.full_like(x.v, float("nan"))))
     )
-    bare.fill(0, 5)
-    reply = judge.answer(
-        bare, Check(slot=0, is_judged=True, allowance=1.0, returned=call(bare, loan))
-    )
+    fill(bare, 0, 5)
+    calls = (Call(slot=0, returned=call(bare, loan)),)
+    reply = judge.answer(bare, Check(calls=calls, is_judged=True, allowance=1.0))
     assert isinstance(reply, Fault)
     assert reply.cause == Cause.HARNESS_BUG
     assert "has NaN" in reply.message
 
 
+# ---- several at a time --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [operator.name for operator in catalog.OPERATORS])
+def test_draws_side_by_side_are_those_of_one_after_the_other(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Bit by bit, of every generator: each seed has numbers of its own, in threads of one core and
+    in this one of several, and nobody takes any from torch's own generator."""
+    monkeypatch.setattr(judge, "_SLOW_DRAW_S", 0.0)
+    strata = [{"name": name, "seed": 0} for name in catalog.module(op, "adversarial").STRATA]
+    workloads_of = [Workload(op=op, listed="adversarial", case=case) for case in strata]
+    workloads_of += [listed(op, name) for other, name in RIGHT if other == op]
+    for workload in workloads_of:
+        bare.lend(workload, 1)
+        before = torch.get_rng_state()
+        together = list(bare._draw([5, 6, 7]))
+        for seed, found in zip((7, 6, 5), reversed(together), strict=True):
+            alone = bare._now.draw(seed)
+            for a, b in zip(found, alone, strict=True):
+                assert _same(a, b) if isinstance(a, torch.Tensor) else a == b, workload
+        assert torch.equal(torch.get_rng_state(), before)
+    assert bare._drawers is not None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """In layout and every bit: NaN is equal to itself."""
+    bits = [torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1).view(torch.uint8) for x in (a, b)]
+    return (a.dtype, a.stride()) == (b.dtype, b.stride()) and torch.equal(*bits)
+
+
+def test_several_calls_are_checked_together(bare: Judge) -> None:
+    """What comes after the first that is wrong is not looked at."""
+    loan = bare.lend(decode(), 4)
+    draws = [Draw(slot=slot, seed=seed) for slot, seed in ((2, 5), (0, 6), (3, 7), (1, 8))]
+    bare.fill(draws)
+    calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+    right = bare.check(calls, True, 1.0)
+    assert [found.failure for found in right] == [None] * 4
+    assert all(0.0 < found.worst < 1.0 for found in right)
+    sets = _sets(bare, loan)
+    sets[3].results[0][0, 0, 1, 5] += 1.0
+    sets[1].inputs.v[0, 0, 0, 0] += 1
+    found = bare.check(calls, True, 1.0)
+    assert [cause(each) for each in found] == [None, None, Cause.NUMERIC]
+    assert found[2].failure is not None
+    assert found[2].failure.seed == 7
+    (alone,) = bare.check(calls[3:], False, 1.0)
+    assert cause(alone) == Cause.MUTATED_INPUT
+    assert alone.failure is not None
+    assert alone.failure.seed == 8
+
+
+@pytest.mark.parametrize("kind", ["guard", "input", "output"])
+def test_what_a_call_writes_into_another_slot_shows_there(bare: Judge, kind: str) -> None:
+    loan = bare.lend(decode(), 2)
+    bare.fill([Draw(slot=0, seed=5), Draw(slot=1, seed=6)])
+    calls = [Call(slot=slot, returned=call(bare, loan, slot)) for slot in (1, 0)]
+    by_name = {lent.name: lent for lent in loan.tensors}
+    place = {"guard": 3, "input": by_name["k"].offset, "output": by_name["new_state"].offset + 2}
+    bare.slot(1)[place[kind]] ^= 0x40
+    (found,) = bare.check(calls, True, 1.0)
+    expected = {"guard": Cause.OUT_OF_BOUNDS, "input": Cause.MUTATED_INPUT}
+    assert cause(found) == expected.get(kind, Cause.NUMERIC)
+
+
+def test_one_of_several_is_diagnosed_by_itself(bare: Judge) -> None:
+    """The others keep what they hold."""
+    loan = bare.lend(decode(), 3)
+    draws = [Draw(slot=slot, seed=slot + 5) for slot in range(3)]
+    bare.fill(draws)
+    sets = _sets(bare, loan)
+    for is_flipped in (False, True):
+        if is_flipped:
+            bare.fill(draws[1:2], is_flipped=True)
+        poison = sets[1].results[0][2, 0, 1, 3].clone()
+        slots = (1,) if is_flipped else (0, 1, 2)
+        calls = [Call(slot=slot, returned=call(bare, loan, slot)) for slot in slots]
+        sets[1].results[0][2, 0, 1, 3] = poison
+        if not is_flipped:
+            found = bare.check(calls, True, 1.0)
+            assert [cause(each) for each in found] == [None, Cause.NUMERIC]
+            others = bare.slot(2).clone()
+    final = bare.diagnose(1, 1.0)
+    assert cause(final) == Cause.DROPPED_ELEMENT
+    assert final.failure is not None
+    assert (final.failure.seed, final.failure.detail["first"]) == (6, [2, 0, 1, 3])
+    assert torch.equal(bare.slot(2), others)
+
+
+def test_a_draw_that_fails_among_several_is_the_harness_fault(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare.lend(decode(), 2)
+    draw = bare._now.draw
+
+    def fails(seed: int) -> Any:
+        if seed == 9:
+            raise ValueError("no such seed")
+        return draw(seed)
+
+    monkeypatch.setattr(judge, "_SLOW_DRAW_S", 0.0)
+    monkeypatch.setattr(bare._now, "draw", fails)
+    reply = judge.answer(bare, Fill(draws=(Draw(slot=0, seed=8), Draw(slot=1, seed=9))))
+    assert isinstance(reply, Fault)
+    assert reply.cause == Cause.HARNESS_BUG
+    assert "no such seed" in reply.message
+
+
 # ---- lending ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["gdn_decode", "gdn_prefill"])
+@pytest.mark.parametrize("seed", [0, 1, 77])
+def test_what_is_lent_is_known_without_the_cases_own_inputs(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch, op: str, seed: int
+) -> None:
+    """Which the CPU draws, element by element."""
+    sizes = {"batch_size": 3} if op == "gdn_decode" else {"lengths": (5, 9)}
+    workload = Workload(op=op, listed="contest", case={"name": "x", "seed": seed, **sizes, **SMALL})
+    module = workloads.load(op)
+    drawn: list[int] = []
+    own_inputs = module.own_inputs
+
+    def counting(case: Any, device: torch.device) -> Any:
+        drawn.append(case.seed)
+        return own_inputs(case, device)
+
+    monkeypatch.setattr(module, "own_inputs", counting)
+    bare.lend(workload, 2)
+    assert drawn == []
+    fill(bare, 0, seed)
+    assert drawn == [seed]
+
+
+@pytest.mark.parametrize(("op", "name"), RIGHT)
+def test_own_and_fresh_inputs_are_laid_out_alike(bare: Judge, op: str, name: str) -> None:
+    workload = listed(op, name)
+    bare.lend(workload, 1)
+    for seed in (workload.case["seed"], 2**31 - 1, 0):
+        fill(bare, 0, seed)
 
 
 def test_nothing_but_inputs_and_outputs_is_lent(bare: Judge) -> None:
@@ -598,6 +765,23 @@ def test_times_are_sums_and_spans_of_a_calls_kernels() -> None:
     assert found.span_us == (5.51, 1.5)
     assert found.kernels == (2, 1)
     assert found.strays == (0, 0)
+
+
+def test_times_are_told_once() -> None:
+    """Collected in the middle of a series, and at its end."""
+    records = Records()
+    timer = worker.Kernels(records)
+    timer.begin()
+    for duration in (1000, 2000):
+        timer.step(partial(partial, records.work, duration), lambda result: result)
+    assert timer.collect().us == (1.0, 2.0)
+    timer.step(lambda: lambda: records.work(3000), lambda result: result)
+    found = timer.collect()
+    assert (found.us, found.kernels, found.strays) == ((3.0,), (1,), (0,))
+    wall = worker.Wall()
+    wall.step(lambda: lambda: None, lambda result: result)
+    assert len(wall.collect().us) == 1
+    assert wall.collect().us == ()
 
 
 def test_a_call_without_a_record_or_with_an_error_has_no_time() -> None:

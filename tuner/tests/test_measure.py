@@ -25,7 +25,7 @@ from fastkernels_tuner.measure import (
 )
 from fastkernels_tuner.measure.broker import Infrastructure, Process, Seat
 from fastkernels_tuner.measure.guards import Reading, Verdict
-from fastkernels_tuner.measure.protocol import Collected, Fill
+from fastkernels_tuner.measure.protocol import Check, Collected, Fill, Lend, Step
 from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -78,6 +78,19 @@ def candidate(route: str) -> Candidate:
 
 HONEST = candidate("honest")
 PEERS = {"other": "tuner.tests.faults:other", "wrong_other": "tuner.tests.faults:wrong_other"}
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    """What processes are asked from now on, with their ids."""
+    asked: list[tuple[int, Any]] = []
+    ask_all = Process.ask_all
+
+    def recording(self: Process, messages: Any, *arguments: Any) -> Any:
+        asked.extend((self.pid, message) for message in messages)
+        return ask_all(self, messages, *arguments)
+
+    monkeypatch.setattr(Process, "ask_all", recording)
+    return asked
 
 
 def is_gone(pid: int) -> bool:
@@ -159,14 +172,7 @@ def test_printing_disturbs_nobody(bench: Bench) -> None:
 
 def test_what_a_candidate_process_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither seeds, nor what is judged, nor what is expected."""
-    asked: list[tuple[int, Any]] = []
-    ask = Process.ask
-
-    def recording(self: Process, message: Any, *arguments: Any) -> Any:
-        asked.append((self.pid, message))
-        return ask(self, message, *arguments)
-
-    monkeypatch.setattr(Process, "ask", recording)
+    asked = record(monkeypatch)
     found = bench.evaluate(HONEST, DECODE, iterations=4, trials=2)
     assert found.failure is None
     assert bench._judge is not None
@@ -259,6 +265,129 @@ def test_judging_ends_at_the_first_that_fails_and_names_its_seed(bench: Bench) -
     assert 1 <= found.trials < 30
 
 
+def test_calls_are_judged_several_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds for 20 calls: in each the judge is asked twice, and the candidate for each."""
+    asked = record(monkeypatch)
+    found = bench.judge(HONEST, DECODE, range(20))
+    assert (found.trials, found.failures) == (20, ())
+    fills = [message for _, message in asked if isinstance(message, Fill)]
+    assert [draw.seed for fill in fills for draw in fill.draws] == list(range(20))
+    assert [len(fill.draws) for fill in fills] == [8, 8, 4]
+    slots = [[draw.slot for draw in fill.draws] for fill in fills]
+    assert [sorted(each) for each in slots[:2]] == [list(range(8))] * 2
+    assert len(set(slots[2])) == 4
+    checks = [message for _, message in asked if isinstance(message, Check)]
+    assert [[call.slot for call in check.calls] for check in checks] == slots
+    steps = [message.slot for _, message in asked if isinstance(message, Step)]
+    assert steps == [slot for each in slots for slot in each]
+
+
+def test_a_series_keeps_to_its_pool_where_more_is_lent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And asks for one call after the other."""
+    assert bench.judge(HONEST, DECODE, range(8)).failures == ()
+    assert bench._loan is not None
+    assert bench._loan.loan.slots == broker.JUDGED_SLOTS
+    asked = record(monkeypatch)
+    assert bench.evaluate(HONEST, DECODE, iterations=20, trials=0).failure is None
+    fills = [message for _, message in asked if isinstance(message, Fill)]
+    assert {len(fill.draws) for fill in fills} == {1}
+    assert {fill.draws[0].slot for fill in fills} == set(range(broker.SLOTS))
+    assert not any(isinstance(message, Lend) for _, message in asked)
+
+
+SEEDS = [31, 7, 99, 4, 12, 50, 2, 1]
+
+AMONG_OTHERS = [
+    ("third_is_wrong", Cause.NUMERIC, 99, 3),
+    ("third_drops", Cause.DROPPED_ELEMENT, 99, 3),
+    ("third_raises", Cause.UNCLASSIFIED, 99, 3),
+    ("third_raises_fourth_crashes", Cause.UNCLASSIFIED, 99, 3),
+    ("third_crashes", Cause.CRASH, 99, 3),
+    ("second_is_wrong_third_crashes", Cause.NUMERIC, 7, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "cause", "seed", "trials"), AMONG_OTHERS, ids=[route for route, *_ in AMONG_OTHERS]
+)
+def test_the_call_that_fails_among_others_is_found(
+    bench: Bench, route: str, cause: Cause, seed: int, trials: int
+) -> None:
+    """By its seed, with the verdicts before it, and without a word about those after it."""
+    bench.renew()  # calls are counted by process
+    found = bench.judge(candidate(route), DECODE, SEEDS)
+    assert [(f.cause, f.seed) for f in found.failures] == [(cause, seed)]
+    assert found.trials == trials
+    assert bench.judge(HONEST, DECODE, SEEDS).failures == ()
+
+
+def test_a_wrong_call_among_others_is_repeated_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.renew()
+    asked = record(monkeypatch)
+    found = bench.judge(candidate("third_is_wrong"), DECODE, SEEDS)
+    assert found.failures[0].detail["again"] == "right"
+    first, second = [message for _, message in asked if isinstance(message, Fill)]
+    assert (len(first.draws), first.is_flipped) == (8, False)
+    assert second == Fill(draws=first.draws[2:3], is_flipped=True)
+
+
+def test_one_that_hangs_among_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of a call, not of all of them."""
+    bench.renew()
+    monkeypatch.setattr(bench, "policy", POLICY.model_copy(update={"trial_timeout_s": 2.0}))
+    found = bench.judge(candidate("third_hangs"), DECODE, SEEDS)
+    assert [(f.cause, f.seed) for f in found.failures] == [(Cause.HANG, 99)]
+    assert found.failures[0].message == "no answer to 'step' within 2 s"
+    assert found.trials == 3
+
+
+def test_calls_that_nobody_could_judge_are_made_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge ends before its word on the second batch: the first one counts, and each of the
+    second once."""
+    ask, checks = bench._ask_judge, 0
+
+    def ends(message: Any, *arguments: Any) -> Any:
+        nonlocal checks
+        checks += isinstance(message, Check)
+        if isinstance(message, Check) and checks == 2:
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message="once"))
+        return ask(message, *arguments)
+
+    monkeypatch.setattr(bench, "_ask_judge", ends)
+    asked = record(monkeypatch)
+    found = bench.evaluate(HONEST, DECODE, iterations=0, trials=12)
+    assert found.failure is None
+    assert [a.message for a in found.attempts] == ["once"]
+    assert found.trials[0].trials == 12
+    fills = [message for _, message in asked if isinstance(message, Fill)]
+    seeds = [[draw.seed for draw in fill.draws] for fill in fills]
+    assert [len(each) for each in seeds] == [8, 4, 4]
+    assert seeds[1] == seeds[2]
+
+
+def test_a_crash_is_final_where_nobody_could_judge_what_came_before(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = bench._ask_judge
+
+    def ends(message: Any, *arguments: Any) -> Any:
+        if isinstance(message, Check):
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message="gone"))
+        return ask(message, *arguments)
+
+    bench.renew()
+    monkeypatch.setattr(bench, "_ask_judge", ends)
+    found = bench.judge(candidate("third_crashes"), DECODE, SEEDS)
+    assert [(f.cause, f.seed) for f in found.failures] == [(Cause.CRASH, 99)]
+    assert found.trials == 1
+
+
 def test_a_process_that_ends_leaves_the_verdicts_before_it(bench: Bench) -> None:
     found = bench.judge(candidate("leaves"), DECODE, [11, 12])
     assert [(f.cause, f.seed) for f in found.failures] == [(Cause.CRASH, 11)]
@@ -301,6 +430,39 @@ def test_candidates_and_peers_side_by_side(bench: Bench) -> None:
         assert all(len(block.us) == 4 for block in evaluation.blocks)
     # A peer that is off by more than our limit, and by less than a peer's.
     assert 0.0 < by_name["other"].trials[0].worst < 1.0
+
+
+def test_what_is_hopeless_is_soon_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is that of a few calls; peers and the others go on. It is hopeless beside what is
+    right, however fast something wrong is."""
+    asked = record(monkeypatch)
+    routes = ("honest", "dawdles", "torch_recurrent", "idles")
+    peers = {"slow": "tuner.tests.faults:slow_other"}
+    found = bench.interleave([candidate(r) for r in routes], DECODE, iterations=12, peers=peers)
+    honest, dawdles, recurrent, idles, slow = found
+    assert [e.failure for e in (honest, dawdles, recurrent, slow)] == [None] * 4
+    assert idles.failure is not None
+    assert [len(e.blocks[0].us) for e in (honest, dawdles, recurrent, slow)] == [12, 6, 12, 12]
+    assert min(dawdles.blocks[0].us) > 20_000
+    steps = [message.lane for _, message in asked if isinstance(message, Step)]
+    assert steps.count(1) < steps.count(0)
+    alone = bench.evaluate(candidate("dawdles"), DECODE, iterations=8, trials=0)
+    assert len(alone.blocks[0].us) == 8
+
+
+def test_a_hopeless_one_comes_back_where_the_best_is_wrong_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside nothing that is right it is not hopeless."""
+    monkeypatch.setattr(broker, "CHECKS", 30)
+    bench.renew()
+    late, dawdles = bench.interleave(
+        [candidate("later_wrong"), candidate("dawdles")], DECODE, iterations=30
+    )
+    assert late.failure is not None
+    assert late.failure.cause == Cause.NUMERIC
+    assert dawdles.failure is None
+    assert len(dawdles.blocks[-1].us) == 30
 
 
 def test_new_processes_beside_the_same_judge(bench: Bench) -> None:
@@ -416,10 +578,10 @@ def test_a_wrong_number_is_final_whatever_comes_after_it(
     """The judge ends while the wrong call is repeated, and later while others are timed."""
     ask = bench._ask_judge
 
-    def ends(message: Any, reply: Any) -> Any:
+    def ends(message: Any, *arguments: Any) -> Any:
         if isinstance(message, Fill) and message.is_flipped:
             raise Infrastructure(Failure(cause=Cause.GPU_LOST, message="gone"))
-        return ask(message, reply)
+        return ask(message, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(bench, "_ask_judge", ends)

@@ -144,6 +144,36 @@ def test_adversarial_inputs(bench: Bench, name: str) -> None:
     assert (found.trials, found.failures) == (3, ())
 
 
+def test_calls_are_judged_several_at_a_time(bench: Bench) -> None:
+    """Drawn on the device, by the CPU in threads, and by it in threads on pools."""
+    for name in ("huge_state", "pool"):
+        workload = Workload(op="gdn_decode", listed="adversarial", case={"name": name, "seed": 0})
+        found = bench.judge(SAFE, workload, range(20))
+        assert (found.trials, found.failures) == (20, ())
+    for workload in (SMALL, decode(256), decode(8, mode="pool")):
+        found = bench.judge(SAFE, workload, range(20))
+        assert (found.trials, found.failures) == (20, ())
+
+
+@pytest.mark.parametrize(
+    ("route", "cause"),
+    [
+        ("third_is_wrong", Cause.NUMERIC),
+        ("third_drops", Cause.DROPPED_ELEMENT),
+        ("third_raises", Cause.UNCLASSIFIED),
+        ("third_asserts", Cause.CRASH),
+        ("third_crashes", Cause.CRASH),
+    ],
+)
+def test_the_call_that_fails_among_others_is_found(bench: Bench, route: str, cause: Cause) -> None:
+    """With the verdicts before it, also where the device's context went with it."""
+    bench.renew()  # calls are counted by process
+    found = bench.judge(candidate(route), SMALL, [31, 7, 99, 4, 12, 50, 2, 1])
+    assert [(f.cause, f.seed) for f in found.failures] == [(cause, 99)]
+    assert found.trials == 3
+    assert bench.judge(HONEST, SMALL, range(8)).failures == ()
+
+
 WRONG = [
     ("wrong", Cause.NUMERIC),
     ("later_wrong", Cause.NUMERIC),

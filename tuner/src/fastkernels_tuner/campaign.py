@@ -6,6 +6,7 @@ interruption, in another process or on another machine, as if nothing had happen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,6 +126,13 @@ class Campaign:
         """UUIDs of the GPUs at hand, then of those on which jobs were done, also by others."""
         done = (row.result or {} for row in self.store.jobs(self.id, "done"))
         return list(dict.fromkeys([*self.at_hand, *(result["gpu"] for result in done)]))
+
+    def device_s(self) -> dict[str, float]:
+        """Seconds on a device by kind of job, of those that are done."""
+        spent: Counter[str] = Counter()
+        for row in self.store.jobs(self.id, "done"):
+            spent[row.kind] += (row.result or {}).get("device_s", 0.0)
+        return {kind: round(seconds, 1) for kind, seconds in spent.items()}
 
     def conclusion(self, stage: str) -> dict[str, Any] | None:
         """What a finished stage concluded; None while it has not."""

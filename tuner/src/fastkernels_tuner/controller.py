@@ -194,6 +194,12 @@ class Controller:
             conclusion = stage.finish(self.campaign)
             conclusion = {**conclusion, "seconds": round(time.monotonic() - started, 1)}
             self.campaign.store.append(self.campaign.id, f"stage.{name}", conclusion, self.lease)
+            spent = self.campaign.device_s()
+            if name in spent:
+                total = sum(spent.values())
+                self.campaign.say(
+                    f"{name}: {spent[name]:.1f} s on the device, {total:.1f} s so far"
+                )
 
     def sweep(self, stage: Stage) -> dict[str, Any]:
         """Work outside the stages' order: everything `stage` asks for, and what it finds."""

@@ -94,6 +94,7 @@ def _outcome(evaluation: Evaluation, *, is_out: bool) -> dict[str, Any]:
         return {"why": failure.message if failure else "every block was discarded"}
     return {
         "us": Spread.of(times).to_dict(),
+        "calls": len(times),
         "kernels": max(block.kernels for block in evaluation.blocks),
         "trials": trials,
         "failures": 0,

@@ -261,6 +261,11 @@ class Policy(Model):
     verify_s: float = 120.0  # after so long a candidate is not verified, which is no pass
     # statistics
     iterations: int = 30  # timed calls per block
+    # Side by side with others, what takes so many times the best candidate's median after the first
+    # few timed calls is not called any more. The fit takes the time from these, which is far beyond
+    # what it lets a regime lose.
+    first_look: int = 6
+    hopeless: float = 1.5
     looks: tuple[int, ...] = (4, 8, 16)  # pairs of blocks after which to decide
     alpha: float = 0.05
     min_gain: float = 0.003

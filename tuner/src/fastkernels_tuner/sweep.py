@@ -47,6 +47,7 @@ class Row(NamedTuple):
     candidate: Candidate
     times_us: tuple[float, float, float] | None  # median, p10, p90
     trials: int
+    calls: int  # behind each of the times
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Setting:
     operator: Operator
     device: DeviceInfo
     axes: tuple[str, ...]  # those that vary
-    iterations: int  # calls behind each median
+    iterations: int  # calls behind each median, where a row does not say it
     slowdown: float  # that a regime may cost against the best at a size
 
     def key(self, axes: dict[str, int], mode: str) -> ProblemKey:
@@ -165,7 +166,7 @@ def _rows(data: dict[str, Any], setting: Setting) -> list[Row]:
     rows, seen = [], set()
     for entry, where in _entries(data, "rows", setting.where):
         row = _row(entry, setting, where)
-        identity = row._replace(times_us=None, trials=0)
+        identity = row._replace(times_us=None, trials=0, calls=0)
         if identity in seen:
             raise SourceError(f"{where}: {row.candidate} is there twice for {row.problem}")
         seen.add(identity)
@@ -194,6 +195,7 @@ def _row(entry: dict[str, Any], setting: Setting, where: str) -> Row:
         _candidate(entry, setting, where),
         _times(read.get(entry, "us", dict, where), f"{where}: us") if is_right else None,
         read.get(entry, "trials", int, where),
+        _count(entry.get("calls", setting.iterations), "calls", where),
     )
 
 
@@ -217,10 +219,13 @@ def _is_within(error: dict[str, Any], where: str) -> bool:
 
 
 def _iterations(data: dict[str, Any], where: str) -> int:
-    count = data.get("protocol", {}).get("iterations")
-    if type(count) is not int or count < 1:
-        raise SourceError(f"{where}: protocol has iterations = {count!r}, expected a count")
-    return count
+    return _count(data.get("protocol", {}).get("iterations"), "iterations", f"{where}: protocol")
+
+
+def _count(value: Any, name: str, where: str) -> int:
+    if type(value) is not int or value < 1:
+        raise SourceError(f"{where} has {name} = {value!r}, expected a count")
+    return value
 
 
 def _slowdown(data: dict[str, Any], where: str) -> float:
@@ -296,11 +301,10 @@ def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> d
                         ]
                     )
                 )
-    n = setting.iterations
     return {
         group: Grid(
             {
-                size: {candidate: _pool(found, n) for candidate, found in pool.items()}
+                size: {candidate: _pool(found) for candidate, found in pool.items()}
                 for size, pool in sizes.items()
             },
             setting.slowdown,
@@ -314,12 +318,13 @@ def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> d
 _P90_TO_MEDIAN = 1.96 * 1.2533 / 1.2816
 
 
-def _pool(rows: list[Row], iterations: int) -> Sample:
+def _pool(rows: list[Row]) -> Sample:
     """Problems of one size are one sample: the median of what each of them shows. Its spread is how
     well that median is known, not how far single calls scatter."""
     times = [row.times_us for row in rows if row.times_us is not None]
     middle, low, high = (1000 * median(column) for column in zip(*times, strict=True))
-    spread = max(high - middle, middle - low) * min(1.0, _P90_TO_MEDIAN / math.sqrt(iterations))
+    calls = min(row.calls for row in rows)
+    spread = max(high - middle, middle - low) * min(1.0, _P90_TO_MEDIAN / math.sqrt(calls))
     spread = max(round(spread), TICK_NS)
     return Sample(round(middle), spread, len(rows), sum(row.trials for row in rows))
 

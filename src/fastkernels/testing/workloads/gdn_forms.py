@@ -88,21 +88,27 @@ class Expected(NamedTuple):
     def judge(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
         """By the spec's limits, as the oracle judges; only the worst row is not located."""
         output, state = self._own(outputs)
-        found = [self._worst_output(output), self._worst_state(state)]
+        kept = self.kept.nonzero()[:, 0]
+        bits = [t.index_select(0, kept).view(torch.int32) for t in (outputs[1], self.before)]
+        changed = (bits[0] != bits[1]).sum().double()
+        # Read at once: each number of its own is a synchronisation.
+        *found, count = torch.stack(
+            [self._worst_output(output), self._worst_state(state), changed]
+        ).tolist()
         errors = [
             Error(limit.output, limit.metric, value, limit.limit)
             for limit, value in zip(self.spec.tolerances, found, strict=True)
         ]
-        bits = [tensor[self.kept].view(torch.int32) for tensor in (outputs[1], self.before)]
-        changed = float((bits[0] != bits[1]).sum())
-        return [*errors, Error("new_state", "changed elements", changed, 0.0)]
+        return [*errors, Error("new_state", "changed elements", count, 0.0)]
 
     def judge_official(self, outputs: tuple[torch.Tensor, ...]) -> list[Error]:
         """By the contest's limits; of a pool, the rows' slots."""
-        output, state = self._own(outputs)
+        limits = self.spec.tolerances
+        pairs = zip(limits, self._own(outputs), (self.output, self.state), strict=True)
+        shares = torch.stack([_beyond(limit, got, want) for limit, got, want in pairs]).tolist()
         return [
-            _official(self.spec.tolerances[0], output, self.output),
-            _official(self.spec.tolerances[1], state, self.state),
+            Error(limit.output, "official", share, 1.0 - limit.official_share)
+            for limit, share in zip(limits, shares, strict=True)
         ]
 
     def _own(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +117,7 @@ class Expected(NamedTuple):
             state = state.index_select(0, self.slots)
         return output.reshape(self.output.shape), state
 
-    def _worst_output(self, got: torch.Tensor) -> float:
+    def _worst_output(self, got: torch.Tensor) -> torch.Tensor:
         """Largest relative Frobenius error of a (row, head). Tokens of no row are rows that are 0:
         nothing but zeros passes."""
         want = self._per_row(self.output.square().sum(-1))
@@ -119,7 +125,7 @@ class Expected(NamedTuple):
         kappa = torch.nn.functional.pad(self.output_kappa, (0, 0, 0, 1))
         return _worst(error.sqrt(), torch.maximum(want.sqrt(), kappa))
 
-    def _worst_state(self, got: torch.Tensor) -> float:
+    def _worst_state(self, got: torch.Tensor) -> torch.Tensor:
         error = (got.double() - self.state).flatten(2).norm(dim=-1)
         return _worst(error, torch.maximum(self.state.flatten(2).norm(dim=-1), self.state_kappa))
 
@@ -129,19 +135,18 @@ class Expected(NamedTuple):
         return total.index_add_(0, self.row, values)
 
 
-def _worst(error: torch.Tensor, norm: torch.Tensor) -> float:
+def _worst(error: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """Anything not finite is infinitely off."""
-    error = error / (norm + 1e-30)
-    return float(error.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if error.numel() else 0.0
+    error = (error / (norm + 1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return error.max() if error.numel() else error.new_zeros(())
 
 
-def _official(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> Error:
+def _beyond(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """The share of elements beyond both official limits, as `_shared.compare.official` counts."""
     gap = (got.double() - want).abs().nan_to_num(nan=torch.inf)
     beyond = (gap / (want.abs() + 1e-8) > tolerance.official_rel) | ~gap.isfinite()
     wrong = beyond & (gap > tolerance.official_abs)
-    share = float(wrong.double().mean()) if wrong.numel() else 0.0
-    return Error(tolerance.output, "official", share, 1.0 - tolerance.official_share)
+    return wrong.double().mean() if wrong.numel() else gap.new_zeros(())
 
 
 def pool_before(

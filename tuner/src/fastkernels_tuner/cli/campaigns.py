@@ -122,9 +122,11 @@ def _drive(
         "table": str(campaign.folder / emitted["table"]),
         "report": str(campaign.folder / "report.html"),
         "conclusions": {name_of(s): campaign.conclusion(name_of(s)) for s in STAGES},
+        "device_s": campaign.device_s(),
         "exit_code": 0,
     }
     lines = [
+        f"cost:   {_cost(campaign)}",
         f"table:  {document['table']}",
         f"report: {document['report']}",
         f"next:   fastkernels-tune promote {number}"
@@ -209,20 +211,24 @@ def status(campaign: str | None, folder: Path, storage: str | None, terminal: Te
         view = Campaign(store, campaign, folder / campaign)
         jobs = Counter((row.kind, row.status) for row in store.jobs(campaign))
         stages = {name_of(stage): view.conclusion(name_of(stage)) for stage in STAGES}
-        tried = candidates.of_campaign(store, campaign)
+        tried, spent = candidates.of_campaign(store, campaign), view.device_s()
         document = {
             "campaign": campaign,
             "op": view.spec.op,
             "device": view.spec.device,
             "policy": {"name": view.policy.name, "digest": view.policy.id},
             "stages": stages,
+            "device_s": spent,
             "jobs": [{"stage": k, "status": s, "count": n} for (k, s), n in sorted(jobs.items())],
             "candidates": {c.id: str(c) for c in tried},
         }
         lines = [f"{campaign}: {view.spec.op} on {view.spec.environment.device}"]
         for name, conclusion in stages.items():
             counts = ", ".join(f"{n} {s}" for (k, s), n in sorted(jobs.items()) if k == name)
-            lines.append(f"  {name:8} {'ended' if conclusion else 'open':6} {counts}".rstrip())
+            seconds = f"{spent[name]:.1f} s" if name in spent else ""
+            state = "ended" if conclusion else "open"
+            lines.append(f"  {name:8} {state:6} {seconds:>9}  {counts}".rstrip())
+        lines.append(f"  {_cost(view)}")
         lines += [f"  {c.id}  {c}" for c in tried]
         terminal.result(document, "\n".join(lines))
     return 0
@@ -329,6 +335,12 @@ def worker(
                 time.sleep(1)
     terminal.result({"jobs": done, "exit_code": 0}, f"{done} jobs")
     return 0
+
+
+def _cost(campaign: Campaign) -> str:
+    spent = campaign.device_s()
+    parts = ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in spent.items())
+    return f"{sum(spent.values()):.1f} s on the device" + (f": {parts}" if parts else "")
 
 
 def _last(store: Store) -> str:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from fastkernels_tuner.errors import TunerError
 from fastkernels_tuner.measure.guards import GpuGuard, Guard, LoadGuard, Reading, exclusive
 from fastkernels_tuner.measure.protocol import (
     AnyMessage,
+    Call,
     Channel,
     Check,
     Checked,
@@ -41,6 +43,7 @@ from fastkernels_tuner.measure.protocol import (
     Digest,
     Digested,
     Done,
+    Draw,
     Facts,
     Fault,
     FileBuffer,
@@ -65,6 +68,7 @@ from fastkernels_tuner.measure.protocol import (
     Spawned,
     Step,
     TimedOut,
+    Verdicts,
 )
 from fastkernels_tuner.model import (
     Block,
@@ -81,7 +85,12 @@ from fastkernels_tuner.model import (
 NURSERY = "fastkernels_tuner.measure.nursery"
 
 SLOTS = 4
-"""Input sets in the pool of a workload, at most."""
+"""Input sets in the pool of a workload that is timed, at most."""
+
+JUDGED_SLOTS = 8
+"""The same where nothing is timed: so many calls are filled, made and judged at a time, at most. A
+call costs three round trips between processes, each with a change of the GPU's context: 2.4 of the
+5.5 ms of a judged call on an H200."""
 
 CHECKS = 2
 """Judged calls among the timed ones of a block, at random places; the first call and one after the
@@ -164,17 +173,17 @@ class ProcessFailed(Exception):
         self.log = log
 
 
-def exchange(
-    channel: Channel, message: AnyMessage, reply: type[M], timeout_s: float, fd: int = -1
-) -> M | Fault:
-    """Ask, hand over a file descriptor if there is one, and wait for the answer.
-
-    Raises Closed, TimedOut, Malformed.
-    """
+def put(channel: Channel, message: AnyMessage) -> str:
+    """Ask, and the nonce that the answer has to repeat. Raises Closed."""
     nonce = secrets.token_hex(8)
     channel.send(nonce, message)
-    if fd >= 0:
-        channel.send_fd(fd)
+    return nonce
+
+
+def take(
+    channel: Channel, nonce: str, message: AnyMessage, reply: type[M], timeout_s: float
+) -> M | Fault:
+    """The answer to a message. Raises Closed, TimedOut, Malformed."""
     envelope = channel.receive(timeout_s)
     if envelope.nonce != nonce:
         raise Malformed("it answers what it was not asked")
@@ -221,7 +230,10 @@ class Nursery:
 
     def _ask(self, message: AnyMessage, reply: type[M], timeout_s: float, fd: int = -1) -> M:
         try:
-            answer = exchange(self._channel, message, reply, timeout_s, fd)
+            nonce = put(self._channel, message)
+            if fd >= 0:
+                self._channel.send_fd(fd)
+            answer = take(self._channel, nonce, message, reply, timeout_s)
         except (Closed, TimedOut, Malformed) as error:
             failure = Failure(
                 cause=Cause.HARNESS_BUG,
@@ -254,28 +266,43 @@ class Process:
 
     def ask(self, message: AnyMessage, reply: type[M], timeout_s: float) -> M:
         """Raises ProcessFailed; the process is gone then, unless it says what its fault is."""
+        answers, error = self.ask_all([message], reply, timeout_s)
+        if error is not None:
+            raise error
+        return answers[0]
+
+    def ask_all(
+        self, messages: Sequence[AnyMessage], reply: type[M], timeout_s: float
+    ) -> tuple[list[M], ProcessFailed | None]:
+        """Ask several things at once, each to be answered within `timeout_s` of the one before:
+        the answers, and what failed where they are fewer."""
+        answers: list[M] = []
+        message = messages[0]
         try:
-            answer = exchange(self._channel, message, reply, timeout_s)
+            nonces = [put(self._channel, message) for message in messages]
+            for message, nonce in zip(messages, nonces, strict=True):
+                answer = take(self._channel, nonce, message, reply, timeout_s)
+                if isinstance(answer, Fault):
+                    return answers, ProcessFailed(answer.cause, answer.message, "")
+                answers.append(answer)
         except TimedOut:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)  # writes to the log where it is
             time.sleep(0.2)
             self.kill()
             what = f"no answer to {message.kind!r} within {timeout_s:g} s"
-            raise ProcessFailed(Cause.HANG, what, self._tail) from None
+            return answers, ProcessFailed(Cause.HANG, what, self._tail)
         except Closed:
             what = f"{self.kill()} in the middle of {message.kind!r}"
-            raise ProcessFailed(Cause.CRASH, what, self._tail) from None
+            return answers, ProcessFailed(Cause.CRASH, what, self._tail)
         except Malformed as error:
             self.kill()
             what = f"sent what is not of the protocol: {error}"
-            raise ProcessFailed(Cause.CHEAT_SUSPECT, what, self._tail) from None
+            return answers, ProcessFailed(Cause.CHEAT_SUSPECT, what, self._tail)
         except BaseException:  # interrupted: the answer would come to the next question
             self.kill()
             raise
-        if isinstance(answer, Fault):
-            raise ProcessFailed(answer.cause, answer.message, "")
-        return answer
+        return answers, None
 
     def kill(self) -> str:
         """End the process group, if it did not end by itself, and say how it ended."""
@@ -340,6 +367,12 @@ class Seat:
         assert self.process is not None, "nobody sits here"
         return self.process.ask(message, reply, timeout_s)
 
+    def ask_all(
+        self, messages: Sequence[AnyMessage], reply: type[M], timeout_s: float
+    ) -> tuple[list[M], ProcessFailed | None]:
+        assert self.process is not None, "nobody sits here"
+        return self.process.ask_all(messages, reply, timeout_s)
+
     def clear(self) -> None:
         if self.process is not None:
             self.process.kill()
@@ -385,6 +418,15 @@ class Tally:
             failures=tuple(self.failures),
             worst=self.worst,
         )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A loan of the judge's, and how many slots it was asked for: it may have fewer."""
+
+    workload: str
+    asked: int
+    loan: Loan
 
 
 Tallies = Mapping[str, Tally]
@@ -459,7 +501,7 @@ class Bench:
         self._facts: Facts | None = None
         self._environment: Environment | None = None
         self._seats = (Seat(), Seat())
-        self._loan: tuple[str, Loan] | None = None
+        self._loan: Held | None = None
         self._files: set[str] = set()  # slabs that a judge may have left behind
         self._draw_s: list[float] = []
         self._blocks = self._discarded = 0
@@ -640,7 +682,8 @@ class Bench:
     ) -> list[Evaluation]:
         """Time candidates and peers side by side in one process: in every round each is called
         once, in an order drawn anew. One evaluation each, candidates first; of one that fails or is
-        wrong it says so, and the others go on. `peers` as for the bench."""
+        wrong it says so, and the others go on. What is hopeless by `policy.first_look` has the
+        times until then. `peers` as for the bench."""
         self._peers.update(peers or {})
         entries = self._entries([*candidates, *(peers or ())], workload)
         self._require_timer()
@@ -648,7 +691,8 @@ class Bench:
         with self._exclusive():
             attempts: list[Failure] = []
             tallies = {entry.label: Tally(workload.id) for entry in entries}
-            blocks, fault = self._timed(entries, workload, iterations, tallies, attempts)
+            look = self.policy.first_look
+            blocks, fault = self._timed(entries, workload, iterations, tallies, attempts, look)
             return [
                 self._evaluation(
                     entry, workload, blocks[entry.label], fault, tallies[entry.label], attempts
@@ -753,17 +797,19 @@ class Bench:
         return result, None
 
     def _judged(self, entry: Entry, workload: Workload, seeds: list[int], tally: Tally) -> None:
-        """One judged call per seed until one fails; `seeds` are those left, should it be tried
-        again. Raises Infrastructure."""
+        """One judged call per seed until one fails, as many at a time as there are slots; `seeds`
+        are those left, should it be tried again. Raises Infrastructure."""
         if not seeds:
             return
         seat, tallies = self._seats[0], {entry.label: tally}
-        self._open(seat, workload, [entry], tallies)
+        wanted = max(SLOTS, min(len(seeds), JUDGED_SLOTS))
+        loan = self._open(seat, workload, [entry], tallies, wanted)
         while seeds and tally.failure is None:
-            slot = self._draw()
-            checked = self._call(seat, workload, entry, 0, slot, seeds[0], is_judged=True)
-            seeds.pop(0)
-            tally.add(checked)
+            slots = self._rng.sample(range(loan.slots), min(loan.slots, len(seeds)))
+            draws = [Draw(slot=slot, seed=seed) for slot, seed in zip(slots, seeds, strict=False)]
+            for checked in self._calls(seat, workload, entry, 0, draws, is_judged=True):
+                seeds.pop(0)
+                tally.add(checked)
 
     def _timed(
         self,
@@ -772,9 +818,10 @@ class Bench:
         iterations: int,
         tallies: Tallies,
         attempts: list[Failure],
+        look: int = 0,
     ) -> tuple[dict[str, list[Block]], Failure | None]:
         """By label one block of every entry that is right, measured side by side, and before it
-        discarded ones; the fault of the infrastructure that prevented it."""
+        discarded ones; the fault of the infrastructure that prevented it. `look` as of a series."""
         blocks: dict[str, list[Block]] = {entry.label: [] for entry in entries}
         distinct = list({entry.label: entry for entry in entries}.values())
         spoilt = 0
@@ -783,7 +830,7 @@ class Bench:
             if not active:
                 return blocks, None
             series, fault = self._attempt(
-                partial(self._series, self._seats[0], active, workload, iterations, tallies),
+                partial(self._series, self._seats[0], active, workload, iterations, tallies, look),
                 attempts,
             )
             if fault is not None:
@@ -843,11 +890,13 @@ class Bench:
         workload: Workload,
         iterations: int,
         tallies: Tallies,
+        look: int = 0,
     ) -> Series | None:
         """Warm-up, timed calls and a last one that is judged, every entry once in each round.
 
-        Failures go to the tallies, and an entry that has one is not called any more. None where
-        nobody was left, or the process ended. Raises Infrastructure.
+        Failures go to the tallies, and an entry that has one is not called any more; nor, after
+        `look` timed calls (0: never), is one that is hopeless beside the best. None where nobody
+        was left, or the process ended. Raises Infrastructure.
         """
         entries = [entry for entry in entries if tallies[entry.label].failure is None]
         if not entries:
@@ -863,11 +912,21 @@ class Bench:
         contents: dict[int, int] = {}  # seeds by slot, where drawing is slow
         seeds: set[int] = set()
         seen: dict[str, list[int]] = {label: [] for label in lanes}
+        hopeless: set[str] = set()
         for number in range(warmup + iterations + 1):
             place = number - warmup
             if number in readings:
                 series.readings.append(self._get_guard().read())
-            order = [entry for entry in entries if tallies[entry.label].failure is None]
+            if 0 < place == look < iterations:
+                if not self._note(seat, workload, entries, steps, series, tallies):
+                    return None
+                steps = []
+                hopeless = self._hopeless(entries, series, tallies)
+            order = [
+                entry
+                for entry in entries
+                if tallies[entry.label].failure is None and entry.label not in hopeless
+            ]
             if not order or not seat.is_taken():
                 return None
             self._rng.shuffle(order)
@@ -891,12 +950,38 @@ class Bench:
                 if not seat.is_taken():
                     return None
         series.contents = len(seeds)
+        if not self._note(seat, workload, entries, steps, series, tallies):
+            return None
+        return series
+
+    def _hopeless(self, entries: Sequence[Entry], series: Series, tallies: Tallies) -> set[str]:
+        """Labels of the candidates that are far behind the best one. Peers stay, whatever they
+        take: they are what a report compares with."""
+        medians = {
+            entry.label: statistics.median(series.samples[entry.label].us)
+            for entry in entries
+            if not entry.lane.peer and tallies[entry.label].failure is None
+        }
+        limit = self.policy.hopeless * min(medians.values(), default=0.0)
+        return {label for label, us in medians.items() if us > limit}
+
+    def _note(
+        self,
+        seat: Seat,
+        workload: Workload,
+        entries: Sequence[Entry],
+        steps: Sequence[tuple[str, bool]],
+        series: Series,
+        tallies: Tallies,
+    ) -> bool:
+        """The times of these steps into the series. False where the process ended over it, or
+        betrays itself. Raises Infrastructure."""
         got = self._collect(seat, workload, entries, steps, tallies)
         if got is None:
-            return None
+            return False
         self._sort(got, steps, series)
         self._audit(got, steps, series, entries, workload, tallies)
-        return series
+        return True
 
     def _collect(
         self,
@@ -906,7 +991,7 @@ class Bench:
         steps: Sequence[tuple[str, bool]],
         tallies: Tallies,
     ) -> Collected | None:
-        """The times of a series. None where the process ended over it, or betrays itself."""
+        """The times of some steps. None where the process ended over it, or betrays itself."""
         try:
             got = seat.ask(Collect(), Collected, self.policy.trial_timeout_s)
         except ProcessFailed as error:
@@ -988,50 +1073,102 @@ class Bench:
         is_judged: bool,
         steps: list[tuple[str, bool]] | None = None,
     ) -> Checked:
-        """Fresh inputs into a slot, one call, and what it did; a wrong one is repeated once, to
-        tell what nobody wrote from what was computed wrongly. `steps` get the repetition."""
-        done = self._step(seat, workload, lane, slot, seed, is_flipped=False)
-        if isinstance(done, Failure):
-            return Checked(failure=done)
-        check = Check(
-            slot=slot, is_judged=is_judged, allowance=entry.allowance, returned=done.returned
+        """One call; `steps` get its repetition, if there is one."""
+        draws = [Draw(slot=slot, seed=seed)]
+        (checked,) = self._calls(
+            seat, workload, entry, lane, draws, is_judged=is_judged, steps=steps
         )
-        checked = self._ask_judge(check, Checked)
-        failure = checked.failure
-        if failure is None or failure.cause not in (Cause.NUMERIC, Cause.NONFINITE):
-            return checked
+        return checked
+
+    def _calls(
+        self,
+        seat: Seat,
+        workload: Workload,
+        entry: Entry,
+        lane: int,
+        draws: Sequence[Draw],
+        *,
+        is_judged: bool,
+        steps: list[tuple[str, bool]] | None = None,
+    ) -> tuple[Checked, ...]:
+        """Fresh inputs into slots, a call on each, and what these did, up to the first that failed;
+        those after it were made, and nobody looks at them. Raises Infrastructure where that is all
+        that is known: where a call failed besides, that is final."""
+        calls, failure = self._step(seat, workload, lane, draws, is_flipped=False)
+        verdicts: tuple[Checked, ...] = ()
+        if calls:
+            check = Check(calls=calls, is_judged=is_judged, allowance=entry.allowance)
+            try:
+                verdicts = self._ask_judge(check, Verdicts, len(calls)).calls
+            except Infrastructure:
+                if failure is None:
+                    raise
+        if any(checked.failure is not None for checked in verdicts):
+            *right, wrong = verdicts
+            draw = draws[len(right)]
+            return (*right, self._diagnose(seat, workload, entry, lane, draw, wrong, steps))
+        if failure is not None:
+            verdicts = (*verdicts, Checked(failure=failure))
+        return verdicts
+
+    def _diagnose(
+        self,
+        seat: Seat,
+        workload: Workload,
+        entry: Entry,
+        lane: int,
+        draw: Draw,
+        wrong: Checked,
+        steps: list[tuple[str, bool]] | None,
+    ) -> Checked:
+        """A call with a wrong number is repeated once, alone, to tell what nobody wrote from what
+        was computed wrongly."""
+        failure = wrong.failure
+        is_number = failure is not None and failure.cause in (Cause.NUMERIC, Cause.NONFINITE)
+        if not is_number or not seat.is_taken():
+            return wrong
         try:
             if steps is not None:
                 steps.append((entry.label, False))
-            again = self._step(seat, workload, lane, slot, seed, is_flipped=True)
-            if isinstance(again, Failure):
-                return checked
-            final = self._ask_judge(Diagnose(slot=slot, allowance=entry.allowance), Checked)
+            again, _ = self._step(seat, workload, lane, [draw], is_flipped=True)
+            if not again:
+                return wrong
+            final = self._ask_judge(Diagnose(slot=draw.slot, allowance=entry.allowance), Checked)
         except Infrastructure:  # a wrong number is final, whatever comes after it
-            return checked
-        return Checked(failure=final.failure, worst=checked.worst)
+            return wrong
+        return Checked(failure=final.failure, worst=wrong.worst)
 
     def _step(
-        self, seat: Seat, workload: Workload, lane: int, slot: int, seed: int, *, is_flipped: bool
-    ) -> Done | Failure:
-        filled = self._ask_judge(Fill(slot=slot, seed=seed, is_flipped=is_flipped), Filled)
+        self, seat: Seat, workload: Workload, lane: int, draws: Sequence[Draw], *, is_flipped: bool
+    ) -> tuple[tuple[Call, ...], Failure | None]:
+        """Calls on slots that are filled first: those before the first that failed, and its
+        failure. The process is told of all of them at once, and asked for each in turn, so that it
+        is known in which one it ended."""
+        fill = Fill(draws=tuple(draws), is_flipped=is_flipped)
+        filled = self._ask_judge(fill, Filled, len(draws))
         if filled.draw_s:
             self._draw_s.append(filled.draw_s)
-        try:
-            done = seat.ask(Step(lane=lane, slot=slot), Done, self.policy.trial_timeout_s)
-        except ProcessFailed as error:
-            return self._mourn(seat, error, workload, seed)
-        if done.problem is None:
-            return done
-        if done.problem.is_fatal:
-            seat.clear()
-            self._ping()
-        return _blame(done.problem.cause, done.problem.message, workload, seed)
+        messages = [Step(lane=lane, slot=draw.slot) for draw in draws]
+        found, error = seat.ask_all(messages, Done, self.policy.trial_timeout_s)
+        calls: list[Call] = []
+        for draw, done in zip(draws, found, strict=False):
+            problem = done.problem
+            if problem is not None:
+                if error is not None or problem.is_fatal:
+                    seat.clear()
+                if problem.is_fatal:
+                    self._ping()
+                return tuple(calls), _blame(problem.cause, problem.message, workload, draw.seed)
+            calls.append(Call(slot=draw.slot, returned=done.returned))
+        if error is not None:
+            seed = draws[len(calls)].seed
+            return tuple(calls), self._mourn(seat, error, workload, seed)
+        return tuple(calls), None
 
     def _draw(self) -> int:
-        """A slot."""
+        """A slot of those that are timed."""
         assert self._loan is not None, "nothing is lent"
-        return self._rng.randrange(self._loan[1].slots)
+        return self._rng.randrange(min(self._loan.loan.slots, SLOTS))
 
     def _is_slow(self) -> bool:
         """Whether even the fastest draw takes too long to be made for every call."""
@@ -1040,11 +1177,16 @@ class Bench:
     # ---- processes ------------------------------------------------------------------------------
 
     def _open(
-        self, seat: Seat, workload: Workload, entries: Sequence[Entry], tallies: Tallies
-    ) -> None:
+        self,
+        seat: Seat,
+        workload: Workload,
+        entries: Sequence[Entry],
+        tallies: Tallies,
+        slots: int = SLOTS,
+    ) -> Loan:
         """Lend the workload to the seat's process and bind the entries; why some cannot be goes to
         their tallies. Where the process ends over it, nobody sits there afterwards."""
-        loan = self._lend(workload)
+        loan = self._lend(workload, slots)
         if seat.is_taken():
             try:
                 seat.ask(Hello(), Ready, self.policy.trial_timeout_s)
@@ -1070,7 +1212,7 @@ class Bench:
             failure = self._mourn(seat, error, workload, None)
             if len(entries) == 1:
                 tallies[entries[0].label].failures.append(failure)
-                return
+                return loan
             for entry in entries:  # which of them it was shows when each is tried alone
                 self._open(seat, workload, [entry], tallies)
             seat.clear()
@@ -1079,7 +1221,7 @@ class Bench:
                 raise Infrastructure(
                     Failure(cause=Cause.HARNESS_BUG, message=what, workload=workload.id)
                 ) from error
-            return
+            return loan
         for entry, problem in zip(entries, opened.problems, strict=True):
             if problem is not None:
                 failure = _blame(problem.cause, problem.message, workload)
@@ -1087,6 +1229,7 @@ class Bench:
         if any(problem is not None and problem.is_fatal for problem in opened.problems):
             seat.clear()
             self._ping()
+        return loan
 
     def _seat(self, seat: Seat) -> None:
         """Start a candidate process. Raises Infrastructure."""
@@ -1112,23 +1255,26 @@ class Bench:
             self._nursery = Nursery()
         return Process(self._nursery, role, self.device, self.policy.trial_timeout_s)
 
-    def _lend(self, workload: Workload) -> Loan:
-        if self._loan is None or self._loan[0] != workload.id:
+    def _lend(self, workload: Workload, slots: int) -> Loan:
+        held = self._loan
+        if held is None or held.workload != workload.id or held.asked < slots:
             self._loan = None
-            loan = self._ask_judge(Lend(workload=workload, slots=SLOTS), Lending).loan
-            self._loan, self._draw_s = (workload.id, loan), []
-        return self._loan[1]
+            loan = self._ask_judge(Lend(workload=workload, slots=slots), Lending).loan
+            self._loan = held = Held(workload.id, slots, loan)
+            self._draw_s = []
+        return held.loan
 
     def _ask_facts(self) -> Facts:
         self._facts = self._ask_judge(Hello(), Facts)
         return self._facts
 
-    def _ask_judge(self, message: AnyMessage, reply: type[M]) -> M:
-        """Raises Infrastructure: the judge runs nobody's code but ours."""
+    def _ask_judge(self, message: AnyMessage, reply: type[M], calls: int = 1) -> M:
+        """`calls`: how many the message is about. Raises Infrastructure: the judge runs nobody's
+        code but ours."""
         if self._judge is None:
             self._judge = self._start("judge")
         try:
-            return self._judge.ask(message, reply, JUDGE_TIMEOUT_S)
+            return self._judge.ask(message, reply, calls * JUDGE_TIMEOUT_S)
         except ProcessFailed as error:
             if not self._judge.is_alive:
                 self._forget_judge()

@@ -4,6 +4,9 @@ Before every call the lent outputs hold random plausible values, not NaN, which 
 from a result. After every call whatever it may not write must have kept its bits: inputs, and guard
 bytes around every tensor. Results are compared with float64 ones that were computed from inputs of
 the judge's own, which no other process can reach.
+
+Slots may be filled together, called on one after the other and checked together. What a call writes
+into another's slot shows there.
 """
 
 from __future__ import annotations
@@ -15,14 +18,16 @@ import platform
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from fastkernels import catalog
+from fastkernels.core.problem import dtype_name
 from fastkernels.ops._shared.compare import Error
 from fastkernels.testing import cupti, workloads
 from fastkernels.testing.record import environment
@@ -32,6 +37,7 @@ from fastkernels_tuner.measure.guards import uuid_of
 from fastkernels_tuner.measure.protocol import (
     AnyMessage,
     Buffer,
+    Call,
     Channel,
     Check,
     Checked,
@@ -39,6 +45,7 @@ from fastkernels_tuner.measure.protocol import (
     Diagnose,
     Digest,
     Digested,
+    Draw,
     Facts,
     Fault,
     Fill,
@@ -49,9 +56,9 @@ from fastkernels_tuner.measure.protocol import (
     Loan,
     Ping,
     Pong,
-    Returned,
     Share,
     Shared,
+    Verdicts,
 )
 from fastkernels_tuner.model import Cause, Failure, Workload
 
@@ -62,6 +69,11 @@ _SHARE = 0.5
 # Copies of a set beside the lent one: as drawn, as before the call, and float64 results.
 _COPIES = 5
 _LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
+# Draws side by side, at most: each of them holds its inputs on the host.
+_DRAWERS = 8
+# From here on draws go side by side. Of gdn_decode at small sizes an H200 takes 0.55 ms, most of it
+# in launches, which threads do not share; the CPU takes 2.7 to 20 ms, most of it in randn.
+_SLOW_DRAW_S = 1.5e-3
 
 
 class JudgeFailed(Exception):
@@ -84,9 +96,9 @@ def closeness(error: Error) -> float:
 def plausible(tensor: torch.Tensor, rng: torch.Generator) -> None:
     """Fill with random values such as a result might hold."""
     if tensor.is_floating_point():
-        scale = 0.5 ** int(torch.randint(5, (), generator=rng, device=rng.device))
+        halvings = torch.randint(5, (), generator=rng, device=rng.device)
         drawn = torch.randn(tensor.shape, generator=rng, device=tensor.device)
-        tensor.copy_(drawn.mul_(scale))
+        tensor.copy_(drawn.mul_(torch.pow(0.5, halvings)))
     else:
         highest = 2 if tensor.dtype == torch.bool else min(torch.iinfo(tensor.dtype).max, 4096)
         tensor.copy_(torch.randint(highest, tensor.shape, generator=rng, device=tensor.device))
@@ -128,6 +140,7 @@ class OnLoan:
     expect: Callable[[Any], Any]
     loan: Loan
     writable: frozenset[str]
+    draw_s: float
     drawn: dict[int, Drawn] = field(default_factory=dict)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -140,6 +153,14 @@ class Suspect:
     untouched: Mapping[str, torch.Tensor]
 
 
+class Kept(NamedTuple):
+    """Bytes of a slot from `start` on, as they are and as they have to be."""
+
+    start: int
+    found: torch.Tensor
+    wanted: torch.Tensor
+
+
 class Judge:
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -147,9 +168,13 @@ class Judge:
         self._number = 0
         self._current: OnLoan | None = None
         self._suspect: Suspect | None = None
+        self._drawers: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
         self._current = None
+        if self._drawers is not None:
+            self._drawers.shutdown()
+            self._drawers = None
         if self._slab is not None:
             self._slab.close()
             self._slab = None
@@ -164,7 +189,12 @@ class Judge:
             torch.cuda.empty_cache()  # a candidate needs memory, too
         operator = catalog.operator(workload.op)
         case, draw, expect = self._source(workload)
-        inputs = draw(0)
+        start = time.perf_counter()
+        # Sizes are those of every seed. The case's own is drawn on the CPU: of gdn_decode at batch
+        # 1024 that took 1 s, more than a trial of a search measures.
+        inputs = draw(case.seed ^ 1)
+        self.synchronize()
+        draw_s = time.perf_counter() - start
         problem = catalog.module(workload.op, "problem").bind(inputs, None, None)
         given = {
             argument.name: getattr(inputs, argument.name)
@@ -193,7 +223,7 @@ class Judge:
             scalars={n: x for n, x in given.items() if not isinstance(x, torch.Tensor)},
         )
         writable = frozenset({*results, *(each.name for each in layout if each.is_output)})
-        self._current = OnLoan(workload, case, draw, expect, loan, writable)
+        self._current = OnLoan(workload, case, draw, expect, loan, writable, draw_s)
         return loan
 
     def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
@@ -257,54 +287,99 @@ class Judge:
         assert self._current is not None, "nothing is lent"
         return self._current
 
-    def fill(self, which: int, seed: int, is_flipped: bool = False) -> float:
-        """Inputs of a seed and poisoned outputs into a slot; seconds that the drawing took."""
-        now, slot, took = self._now, self.slot(which), 0.0
-        drawn = now.drawn.get(which)
-        if drawn is None or drawn.seed != seed:
-            now.drawn.pop(which, None)  # its memory may be needed
+    def fill(self, draws: Sequence[Draw], is_flipped: bool = False) -> float:
+        """Inputs of seeds and poisoned outputs into slots; seconds of a draw that was made alone.
+
+        Each seed has a generator of its own, so that what it gives does not depend on which others
+        are drawn meanwhile.
+        """
+        now, took = self._now, 0.0
+        fresh = [draw for draw in draws if not self._holds(draw)]
+        for draw in fresh:
+            now.drawn.pop(draw.slot, None)  # its memory may be needed
+        if fresh:
             start = time.perf_counter()
-            inputs = now.draw(seed)
+            seeds = [draw.seed for draw in fresh]
+            for draw, inputs in zip(fresh, self._draw(seeds), strict=True):
+                now.drawn[draw.slot] = Drawn(draw.seed, inputs)
             self.synchronize()
-            took = time.perf_counter() - start
-            drawn = now.drawn[which] = Drawn(seed, inputs)
-        rng = torch.Generator(self.device).manual_seed(seed ^ 0x5DEECE66D)
+            took = time.perf_counter() - start if len(fresh) == 1 else 0.0
+        now.before.clear()
+        for draw in draws:
+            self._lay(draw, is_flipped)
+            now.before[draw.slot] = self.slot(draw.slot).clone()
+        self.synchronize()
+        return took
+
+    def _holds(self, draw: Draw) -> bool:
+        """Whether the slot's inputs are drawn by that seed already."""
+        drawn = self._now.drawn.get(draw.slot)
+        return drawn is not None and drawn.seed == draw.seed
+
+    def _draw(self, seeds: Sequence[int]) -> Iterable[Any]:
+        """The inputs of some seeds, drawn side by side where that takes long: on the CPU, where
+        torch computes without the interpreter's lock."""
+        if len(seeds) == 1 or self._now.draw_s < _SLOW_DRAW_S:
+            return map(self._now.draw, seeds)
+        if self._drawers is None:
+            size = min(_DRAWERS, len(os.sched_getaffinity(0)))
+            self._drawers = ThreadPoolExecutor(size, "draw", self._begin_drawing)
+        return self._drawers.map(self._now.draw, seeds)
+
+    def _begin_drawing(self) -> None:
+        """What a thread does not inherit: its device. And one core each, as they are several."""
+        torch.set_num_threads(1)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _lay(self, draw: Draw, is_flipped: bool) -> None:
+        """Drawn inputs, and poison, into a slot."""
+        now, slot = self._now, self.slot(draw.slot)
+        inputs = now.drawn[draw.slot].inputs
+        rng = torch.Generator(self.device).manual_seed(draw.seed ^ 0x5DEECE66D)
         for lent in now.loan.tensors:
             view = buffers.view(slot, lent)
             if lent.is_output:
                 plausible(view, rng)
                 if is_flipped:
                     flip(view)
-            else:
-                tensor = getattr(drawn.inputs, lent.name)
-                if (tuple(tensor.shape), tensor.stride()) != (lent.shape, lent.stride):
-                    raise JudgeFailed(
-                        Cause.HARNESS_BUG,
-                        f"{now.workload}: {lent.name!r} of seed {seed} is {tuple(tensor.shape)},"
-                        f" expected {lent.shape} as of every seed",
-                    )
-                view.copy_(tensor)
-        now.before.clear()  # one call at a time
-        now.before[which] = slot.clone()
-        self.synchronize()
-        return took
+                continue
+            tensor = getattr(inputs, lent.name)
+            found = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            if found != (lent.dtype, lent.shape, lent.stride):
+                raise JudgeFailed(
+                    Cause.HARNESS_BUG,
+                    f"{now.workload}: {lent.name!r} of seed {draw.seed} is {found[0]}{found[1]},"
+                    f" expected {lent.dtype}{lent.shape} as of every seed",
+                )
+            view.copy_(tensor)
 
     # ---- judging --------------------------------------------------------------------------------
 
     def check(
-        self, which: int, is_judged: bool, allowance: float, returned: Sequence[Returned]
-    ) -> Checked:
-        """What a call did to a slot since it was filled."""
+        self, calls: Sequence[Call], is_judged: bool, allowance: float
+    ) -> tuple[Checked, ...]:
+        """What calls did to their slots since these were filled, up to the first that failed."""
         self.synchronize()
         self._suspect = None
-        failure = self._trespass(which) or self._misshapen(returned)
+        found = []
+        for call, is_changed in zip(calls, self._changed([c.slot for c in calls]), strict=True):
+            found.append(self._check(call, is_changed, is_judged, allowance))
+            if found[-1].failure is not None:
+                break
+        return tuple(found)
+
+    def _check(self, call: Call, is_changed: bool, is_judged: bool, allowance: float) -> Checked:
+        """`is_changed`: something in the slot that the call may not write."""
+        which = call.slot
+        failure = self._trespass(which) if is_changed else self._misshapen(call)
         if failure is not None or not is_judged:
             return Checked(failure=failure)
         errors = self._errors(which)
         worst = max((closeness(error) for error in errors), default=0.0)
         wrong = [error for error in errors if not closeness(error) <= allowance]
         if wrong:
-            failure = self._wrong(max(wrong, key=closeness))
+            failure = self._wrong(which, max(wrong, key=closeness))
             self._suspect = Suspect(failure, self._untouched(which))
         return Checked(failure=failure, worst=min(worst / allowance, ENDLESS))
 
@@ -350,59 +425,79 @@ class Judge:
             total.update(result.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return total.hexdigest()
 
-    def _trespass(self, which: int) -> Failure | None:
-        """Whether a byte changed that the call may not write."""
+    def _changed(self, slots: Sequence[int]) -> list[bool]:
+        """Per slot whether a byte changed that its call may not write. Asks the device once: every
+        answer of its own is a synchronisation."""
+        kept = [(which, kept) for which in slots for kept in self._kept(which)]
+        answers = torch.stack([_differ(each.found, each.wanted) for _, each in kept]).tolist()
+        changed = {which for (which, _), answer in zip(kept, answers, strict=True) if answer}
+        return [which in changed for which in slots]
+
+    def _kept(self, which: int) -> Iterator[Kept]:
+        """What a call may not write, by address: all between the tensors that it may write, and
+        between elements of these."""
         now, slot, before = self._now, self.slot(which), self._now.before[which]
-        end, neighbour = 0, ""
-        for lent in (*now.loan.tensors, None):
-            start = now.loan.slot_bytes if lent is None else lent.offset
-            changed = _changed(slot, before, end, start)
-            if changed is not None:
-                where = (
-                    f"{changed + 1} bytes past the end of {neighbour!r}"
-                    if neighbour
-                    else f"{start - end - changed} bytes before {lent.name if lent else ''!r}"
-                )
-                return self._failure(Cause.OUT_OF_BOUNDS, f"wrote outside its tensors, {where}")
-            if lent is None:
-                break
-            end, neighbour = lent.offset + lent.nbytes, lent.name
+        end = 0
+        for lent in now.loan.tensors:
             if lent.name not in now.writable:
-                changed = _changed(slot, before, lent.offset, end)
-                if changed is not None:
-                    return self._failure(
-                        Cause.MUTATED_INPUT,
-                        f"changed {lent.name!r}, {changed} bytes from its start",
-                    )
-            elif not buffers.is_dense(lent):
+                continue
+            yield Kept(end, slot[end : lent.offset], before[end : lent.offset])
+            end = lent.offset + lent.nbytes
+            if not buffers.is_dense(lent):
                 apart = slot[lent.offset : end].clone()
                 buffers.view(apart, lent.model_copy(update={"offset": 0})).copy_(
                     buffers.view(before, lent)
                 )
-                changed = _changed(apart, before[lent.offset : end], 0, lent.nbytes)
-                if changed is not None:
-                    return self._failure(
-                        Cause.OUT_OF_BOUNDS,
-                        f"wrote between elements of {lent.name!r}, {changed} bytes from its start",
-                    )
-        return None
+                yield Kept(lent.offset, apart, before[lent.offset : end])
+        yield Kept(end, slot[end:], before[end:])
 
-    def _misshapen(self, returned: Sequence[Returned]) -> Failure | None:
-        loan = self._now.loan
+    def _trespass(self, which: int) -> Failure:
+        """The first byte that changed and that the call may not write; also where work that goes on
+        after the call has put it back since."""
+        now = self._now
+        places = (
+            kept.start + int(place)
+            for kept in self._kept(which)
+            for place in (kept.found != kept.wanted).nonzero()[:1]
+        )
+        place = next(places, None)
+        if place is None:
+            return self._failure(
+                which, Cause.OUT_OF_BOUNDS, "changed what it may not write, and changed it back"
+            )
+        lents = [lent for lent in now.loan.tensors if lent.offset <= place]
+        if not lents:
+            first = now.loan.tensors[0]
+            where = f"{first.offset - place} bytes before {first.name!r}"
+            return self._failure(which, Cause.OUT_OF_BOUNDS, f"wrote outside its tensors, {where}")
+        lent = lents[-1]
+        where = f"{lent.name!r}, {place - lent.offset} bytes from its start"
+        if place >= lent.offset + lent.nbytes:
+            past = place - lent.offset - lent.nbytes + 1
+            where = f"{past} bytes past the end of {lent.name!r}"
+            return self._failure(which, Cause.OUT_OF_BOUNDS, f"wrote outside its tensors, {where}")
+        if lent.name in now.writable:
+            return self._failure(which, Cause.OUT_OF_BOUNDS, f"wrote between elements of {where}")
+        return self._failure(which, Cause.MUTATED_INPUT, f"changed {where}")
+
+    def _misshapen(self, call: Call) -> Failure | None:
+        loan, which, returned = self._now.loan, call.slot, call.returned
         by_name = {lent.name: lent for lent in loan.tensors}
         wanted = [by_name[name] for name in loan.results]
         if len(returned) != len(wanted):
             return self._failure(
-                Cause.SHAPE, f"returned {len(returned)} tensors, expected {len(wanted)}"
+                which, Cause.SHAPE, f"returned {len(returned)} tensors, expected {len(wanted)}"
             )
         for got, want in zip(returned, wanted, strict=True):
             if got.shape != want.shape:
                 return self._failure(
-                    Cause.SHAPE, f"{want.name!r} has shape {got.shape}, expected {want.shape}"
+                    which,
+                    Cause.SHAPE,
+                    f"{want.name!r} has shape {got.shape}, expected {want.shape}",
                 )
             if got.dtype != want.dtype:
                 return self._failure(
-                    Cause.DTYPE, f"{want.name!r} is {got.dtype}, expected {want.dtype}"
+                    which, Cause.DTYPE, f"{want.name!r} is {got.dtype}, expected {want.dtype}"
                 )
         return None
 
@@ -421,7 +516,7 @@ class Judge:
             errors = [*errors, *drawn.expected.judge_official(results)]
         return errors
 
-    def _wrong(self, error: Error) -> Failure:
+    def _wrong(self, which: int, error: Error) -> Failure:
         if error.metric == "shape":
             cause = Cause.SHAPE
         else:
@@ -436,7 +531,7 @@ class Judge:
         if error.got:
             detail |= {"at": list(error.at), "got": error.got, "want": error.want}
             text += f"; first at {error.at}: {error.got}, expected {error.want}"
-        return self._failure(cause, text, detail)
+        return self._failure(which, cause, text, detail)
 
     def _untouched(self, which: int) -> dict[str, torch.Tensor]:
         slot, before = self.slot(which), self._now.before[which]
@@ -446,9 +541,10 @@ class Judge:
             if lent.is_output
         }
 
-    def _failure(self, cause: Cause, what: str, detail: dict[str, Any] | None = None) -> Failure:
+    def _failure(
+        self, which: int, cause: Cause, what: str, detail: dict[str, Any] | None = None
+    ) -> Failure:
         now = self._now
-        (which,) = now.before
         return Failure(
             cause=cause,
             message=f"{now.loan.op}: {what}",
@@ -466,11 +562,12 @@ class Judge:
         assert int(torch.ones(1000, device=self.device).sum()) == 1000
 
 
-def _changed(now: torch.Tensor, before: torch.Tensor, start: int, end: int) -> int | None:
-    """The first byte from `start` on that changed."""
-    if torch.equal(now[start:end], before[start:end]):
-        return None
-    return int((now[start:end] != before[start:end]).nonzero()[0])
+def _differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Whether any byte differs, as a tensor; by eight bytes at once where these are whole."""
+    places = (found.storage_offset(), wanted.storage_offset(), found.numel())
+    if all(int(place) % 8 == 0 for place in places):
+        found, wanted = found.view(torch.int64), wanted.view(torch.int64)
+    return (found != wanted).any()
 
 
 def _refuse_nan(workload: Workload, drawn: Drawn) -> None:
@@ -544,9 +641,9 @@ def answer(judge: Judge, message: AnyMessage) -> AnyMessage:
 
 def _answer(judge: Judge, message: AnyMessage) -> AnyMessage:
     if isinstance(message, Fill):
-        return Filled(draw_s=judge.fill(message.slot, message.seed, message.is_flipped))
+        return Filled(draw_s=judge.fill(message.draws, message.is_flipped))
     if isinstance(message, Check):
-        return judge.check(message.slot, message.is_judged, message.allowance, message.returned)
+        return Verdicts(calls=judge.check(message.calls, message.is_judged, message.allowance))
     if isinstance(message, Diagnose):
         return judge.diagnose(message.slot, message.allowance)
     if isinstance(message, Digest):

@@ -1,4 +1,5 @@
-"""What the broker and its processes say to each other: one reply to one request.
+"""What the broker and its processes say to each other: one reply to one request. Requests may be
+sent before the replies to earlier ones have come; replies keep their order.
 
 A frame is four bytes of length (big endian) and as many bytes of JSON: a message of a fixed schema
 and a nonce, which the reply repeats. Nothing is ever unpickled. A candidate is told what to call
@@ -190,9 +191,9 @@ class Collect(Message):
 
 
 class Collected(Message):
-    """Per step since the last `Open`: time (None where it failed or left no record), span and
-    number of kernels, work on the device outside the timed call; functions that are not what they
-    were when the process started."""
+    """Per step since the last `Open` or `Collect`: time (None where it failed or left no record),
+    span and number of kernels, work on the device outside the timed call; functions that are not
+    what they were when the process started."""
 
     kind: Literal["collected"] = "collected"
     us: tuple[float | None, ...]
@@ -240,34 +241,48 @@ class Shared(Message):
     buffer: Buffer
 
 
-class Fill(Message):
-    """Inputs of a seed and poisoned outputs into a slot; `is_flipped`: with poison of which every
-    element differs from that of the same seed otherwise."""
+class Draw(Message):
+    """A slot, and the seed whose inputs it gets."""
 
-    kind: Literal["fill"] = "fill"
     slot: int
     seed: int
+
+
+class Fill(Message):
+    """Inputs and poisoned outputs into slots; `is_flipped`: with poison of which every element
+    differs from that of the same seed otherwise."""
+
+    kind: Literal["fill"] = "fill"
+    draws: tuple[Draw, ...]
     is_flipped: bool = False
 
 
 class Filled(Message):
+    """`draw_s`: what a draw took that had the machine to itself, 0 where there was none."""
+
     kind: Literal["filled"] = "filled"
     draw_s: float
 
 
-class Check(Message):
-    """What a call did to a slot, and where `is_judged` whether its results are right. `allowance`
-    widens the limits."""
+class Call(Message):
+    """A call on a slot that came to its end."""
 
-    kind: Literal["check"] = "check"
     slot: int
-    is_judged: bool
-    allowance: float
     returned: tuple[Returned, ...]
 
 
+class Check(Message):
+    """What calls did to slots that were filled together, and where `is_judged` whether their
+    results are right. `allowance` widens the limits."""
+
+    kind: Literal["check"] = "check"
+    calls: tuple[Call, ...]
+    is_judged: bool
+    allowance: float
+
+
 class Diagnose(Message):
-    """After a flipped repetition of a call that was wrong: which elements nobody wrote."""
+    """After a flipped repetition of the call that was wrong: which elements nobody wrote."""
 
     kind: Literal["diagnose"] = "diagnose"
     slot: int
@@ -287,11 +302,18 @@ class Digested(Message):
 
 
 class Checked(Message):
-    """`worst`: the largest error in units of what is allowed."""
+    """Of one call. `worst`: the largest error in units of what is allowed."""
 
     kind: Literal["checked"] = "checked"
     failure: Failure | None = Field(default=None, strict=False)
     worst: float = 0.0
+
+
+class Verdicts(Message):
+    """Of calls in their order, up to the first that failed."""
+
+    kind: Literal["verdicts"] = "verdicts"
+    calls: tuple[Checked, ...]
 
 
 class Ping(Message):
@@ -337,6 +359,7 @@ AnyMessage = Annotated[
     | Digest
     | Digested
     | Checked
+    | Verdicts
     | Ping
     | Pong
     | Fault,

@@ -91,7 +91,8 @@ class Timer(Protocol):
     def step(self, prepare: Callable[[], Callable[[], Any]], finish: Callable[[Any], Any]) -> Any:
         """Time what `prepare` gives, then `finish` with its result; neither counts."""
 
-    def collect(self) -> Collected: ...
+    def collect(self) -> Collected:
+        """Of the steps since it was last asked for, or since the beginning."""
 
 
 class Wall:
@@ -112,7 +113,8 @@ class Wall:
         return finish(result)
 
     def collect(self) -> Collected:
-        return Collected(us=tuple(self._us))
+        found, self._us = tuple(self._us), []
+        return Collected(us=found)
 
 
 class Untimed(Wall):
@@ -176,7 +178,7 @@ class Kernels:
         late_launches, late_works = self._records.drain(force=True)
         launches, works = launches + late_launches, works + late_works
         groups = cupti.assign([step.call for step in self._steps], launches, works)
-        return Collected(
+        found = Collected(
             us=tuple(
                 sum(work.end - work.start for work in group) / 1e3
                 if group and i not in self._failed
@@ -190,6 +192,8 @@ class Kernels:
             kernels=tuple(len(group) for group in groups),
             strays=self._strays(launches, works, {w for group in groups for w in group}),
         )
+        self._steps, self._failed = [], set()
+        return found
 
     def _strays(
         self,

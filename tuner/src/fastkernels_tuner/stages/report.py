@@ -339,20 +339,18 @@ def _problems(campaign: Campaign) -> tuple[Problem, ...]:
 
 
 def _cost(campaign: Campaign) -> Cost:
-    spent: Counter[str] = Counter()
-    for row in campaign.store.jobs(campaign.id, "done"):
-        spent[row.kind] += (row.result or {}).get("device_s", 0.0)
+    spent = campaign.device_s()
     walls = {
-        name: conclusion["seconds"]
+        name: None if (conclusion := campaign.conclusion(name)) is None else conclusion["seconds"]
         for name in ("search", "compare", "fit", "verify", "confirm")
-        if (conclusion := campaign.conclusion(name)) is not None
     }
     blocks = [b for _, _, evaluation in evidence.evaluations(campaign) for b in evaluation.blocks]
     concluded = campaign.conclusion("search")
     return Cost(
         stages=tuple(
-            StageCost(stage=name, device_s=round(spent[name], 1), wall_s=wall)
+            StageCost(stage=name, device_s=spent.get(name, 0.0), wall_s=wall)
             for name, wall in walls.items()
+            if name in spent or wall is not None
         ),
         trials=concluded["trials"] if concluded else {},
         blocks=len(blocks),
