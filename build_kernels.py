@@ -84,6 +84,11 @@ class Job:
         k = self.kernel
         return f"{k.op}: route {k.name!r} ({k.language}) with {knobs(self.config)} for {self.arch}"
 
+    @property
+    def maker(self) -> Kernel:
+        """The kernel whose machine code it is."""
+        return self.kernel.maker(self.config, self.variant)[0]
+
     def order(self) -> tuple[Any, ...]:
         k = self.kernel
         position = list(ARCHS).index(self.arch)
@@ -234,7 +239,7 @@ def _entry(job: Job, made: Binary, index: int) -> dict[str, Any]:
     return {
         "op": job.kernel.op,
         "route": job.kernel.name,
-        "language": job.kernel.language,
+        "language": job.maker.language,
         "config": knobs(job.config),
         "arch": job.arch,
         "variant": job.variant,
@@ -243,7 +248,7 @@ def _entry(job: Job, made: Binary, index: int) -> dict[str, Any]:
         "threads": made.threads,
         "shared_bytes": made.shared_bytes,
         "tile": list(job.kernel.tile(job.config)),
-        "sources_sha256": job.kernel.digest(),
+        "sources_sha256": job.maker.digest(),
     }
 
 
@@ -306,13 +311,13 @@ def _compile(
     batches: dict[tuple[int, str], list[Job]] = {}
     for job in jobs:
         kept = _kept(cache / keys[job])
-        reason = toolchain.missing(job.kernel.language, job.arch)
+        reason = toolchain.missing(job.maker.language, job.arch)
         if kept is not None:
             made[job] = kept
         elif reason is not None:
             missing.setdefault(job.what, reason)
         else:
-            place = SLOWEST_FIRST.index(job.kernel.language)
+            place = SLOWEST_FIRST.index(job.maker.language)
             batches.setdefault((place, job.arch), []).append(job)
     environment = {
         **os.environ,

@@ -41,8 +41,8 @@ const void* BlobData(int64_t index) {
   return fastkernels_blobs[index].data;
 }
 
-Variant Load(const std::string& label, const void* cubin, const std::string& symbol,
-             int64_t threads, int64_t shared_bytes) {
+Variant Load(const std::string& label, Arguments arguments, const void* cubin,
+             const std::string& symbol, int64_t threads, int64_t shared_bytes) {
   const Driver& driver = Driver::Get();
   CUlibrary library = nullptr;
   CUkernel kernel = nullptr;
@@ -57,16 +57,17 @@ Variant Load(const std::string& label, const void* cubin, const std::string& sym
     TVM_FFI_THROW(RuntimeError) << label << ": the machine code of " << symbol
                                 << " does not load: " << (name ? name : "unknown error");
   }
-  return Variant{kernel, static_cast<uint32_t>(threads), static_cast<uint32_t>(shared_bytes)};
+  return Variant{kernel, arguments, static_cast<uint32_t>(threads),
+                 static_cast<uint32_t>(shared_bytes)};
 }
 
-// `binaries`: per variant an index into the embedded cubins, or the bytes of one. Returns a handle.
-int64_t OpenPlan(ffi::String label, int64_t arguments, ffi::Array<ffi::Any> binaries,
+// Per variant: how it takes its parameters, an index into the embedded cubins or the bytes of one,
+// its entry point, and the shape of a block. Returns a handle.
+int64_t OpenPlan(ffi::String label, ffi::Array<int64_t> arguments, ffi::Array<ffi::Any> binaries,
                  ffi::Array<ffi::String> symbols, ffi::Array<int64_t> threads,
                  ffi::Array<int64_t> shared_bytes, ffi::Array<int64_t> tile) {
   Plan plan;
   plan.label = label;
-  plan.arguments = static_cast<Arguments>(arguments);
   for (size_t i = 0; i < binaries.size(); ++i) {
     const void* cubin = nullptr;
     if (auto index = binaries[i].try_cast<int64_t>()) {
@@ -76,8 +77,8 @@ int64_t OpenPlan(ffi::String label, int64_t arguments, ffi::Array<ffi::Any> bina
       auto bytes = binaries[i].cast<ffi::Bytes>();
       cubin = (new std::string(bytes.data(), bytes.size()))->data();
     }
-    plan.variants.push_back(
-        Load(plan.label, cubin, std::string(symbols[i]), threads[i], shared_bytes[i]));
+    plan.variants.push_back(Load(plan.label, static_cast<Arguments>(arguments[i]), cubin,
+                                 std::string(symbols[i]), threads[i], shared_bytes[i]));
   }
   for (int64_t value : tile) plan.tile.push_back(value);
   std::lock_guard<std::mutex> lock(PlansMutex());

@@ -16,13 +16,13 @@ enum class Arguments : int64_t { kStruct = 0, kFields = 1, kFieldsAndScratch = 2
 
 struct Variant {
   CUkernel kernel;
+  Arguments arguments;
   uint32_t threads;
   uint32_t shared_bytes;
 };
 
 struct Plan {
   std::string label;  // operator, route and config, for errors
-  Arguments arguments;
   std::vector<Variant> variants;
   std::vector<int64_t> tile;  // what it means is between the kernel and its operator's launcher
 

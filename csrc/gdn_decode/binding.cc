@@ -123,7 +123,7 @@ void LaunchPlan(const Plan& plan, Params* p, int variant, DLDevice device_id) {
   if (variant >= static_cast<int>(plan.variants.size())) variant = kAligned;
   auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device_id.device_id));
   ContextGuard guard(device);
-  if (plan.arguments == Arguments::kStruct) {
+  if (plan.variants[variant].arguments == Arguments::kStruct) {
     void* arguments[] = {p};
     Launch(plan, plan.variants[variant], grid, stream, arguments);
     return;

@@ -117,7 +117,7 @@ bool LayOut(const Plan& plan, const Params& p, Grid* grid) {
 
 void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params* p,
                bool is_dependent) {
-  if (plan.arguments == Arguments::kStruct) {
+  if (plan.variants[variant].arguments == Arguments::kStruct) {
     void* arguments[] = {p};
     Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
     return;

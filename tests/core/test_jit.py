@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -106,6 +107,23 @@ def test_c110_the_key_is_contents_flags_and_versions(
     monkeypatch.setattr(toolchain, "versions", lambda: {"cuda": "13.1.0"})
     binary()
     assert len(compiles) == 5
+
+
+def test_a_lent_variant_is_the_lender_s(
+    compiles: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compile for both kernels; and whoever may not compile the lender's language says so."""
+    borrower = dataclasses.replace(
+        CUDA, name="borrower", language="cute", launch_shape=None, lent={"any": CUDA}
+    )
+    assert binary(variant="any") == jit.binary(borrower, object(), "sm90", "any")
+    assert [(kernel.name, config) for kernel, config, *_ in compiles] == [(CUDA.name, CUDA.config)]
+    monkeypatch.setenv(envs.JIT, "on")
+    monkeypatch.setenv(envs.CACHE, "/nowhere")
+    assert jit.declines(borrower, borrower.config, "sm90", ["aligned"]) is None
+    assert "CUDA is compiled just in time only" in str(
+        jit.declines(borrower, borrower.config, "sm90")
+    )
 
 
 def test_a_damaged_file_is_compiled_again(compiles: list[Any], tmp_path: Path) -> None:

@@ -488,7 +488,7 @@ def test_machine_code_that_does_not_load_is_named(binaries: str) -> None:
     open_plan = extension.function("open_plan")
     code: Any = b"\x7fELF nonsense" if binaries == "no cubin" else entries[0]["binary"]
     with pytest.raises(RuntimeError, match="the label: the machine code of nothing does not load"):
-        open_plan("the label", 0, [code], ["nothing"], [128], [0], [16, 0])
+        open_plan("the label", [0], [code], ["nothing"], [128], [0], [16, 0])
 
 
 @BOTH
@@ -501,8 +501,9 @@ def test_a_launch_that_fails_names_operator_route_and_config(
     entries = extension.built(kernel, kernel.config, arch)
     assert entries is not None
     handle = extension.function("open_plan")(
-        "broken", 0, [e["binary"] for e in entries], [e["symbol"] for e in entries],
-        [1025] * len(entries), [0] * len(entries), list(kernel.tile(kernel.config)),
+        "broken", [0] * len(entries), [e["binary"] for e in entries],
+        [e["symbol"] for e in entries], [1025] * len(entries), [0] * len(entries),
+        list(kernel.tile(kernel.config)),
     )  # fmt: skip
     inputs = inputs_of(calls)
     words = rf"{calls.name}: route '.*' with .* failed on {calls.name}\(.*broken.*INVALID"

@@ -1,5 +1,6 @@
-"""Triton kernels of gdn_prefill without a GPU: Triton's interpreter against the oracle, and machine
-code for every architecture. Run as a program, this file is the interpreter's side."""
+"""Kernels of gdn_prefill without a GPU: Triton's interpreter against the oracle, and machine code
+of Triton and CuTe DSL for every architecture. Run as a program, this file is the interpreter's
+side."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from typing import Any
 import pytest
 import torch
 
+from fastkernels.core import toolchain
 from fastkernels.ops._shared.gdn import resolve_scale
 from fastkernels.ops.gdn_prefill.adversarial import STRATA, Stratum
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.kernels import (
     HEAD_SIZE,
     KERNELS,
+    CuteSplit,
     TritonFused,
     TritonSplit,
     chunk_bound,
@@ -428,6 +431,57 @@ def test_machine_code(kernel: Any, variant: str, arch: str, tmp_path: Path) -> N
     stack = re.search(r" STACK:(\d+) ", usage.stdout)
     assert stack is not None, usage.stdout
     assert int(stack[1]) <= SPILLS[variant], usage.stdout
+
+
+CUTE = KERNEL["cute_split"]
+
+
+@pytest.mark.parametrize("config", [CuteSplit(3, 32), CuteSplit(2, 64)], ids=str)
+@pytest.mark.parametrize("variant", ["chain", "chain_any"])
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_cute_machine_code(config: Any, variant: str, arch: str, tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    tools = Path(pytest.importorskip("triton").knobs.nvidia.cuobjdump.path).parent
+    module = importlib.import_module(CUTE.module)
+    binary = module.compile(config, arch, variant)
+    ptx = module.build(config, arch, variant).__ptx__
+
+    assert f".text.{binary.symbol}\0".encode() in binary.cubin
+    assert f".target {arch.replace('sm', 'sm_')}a" in ptx
+    assert f".reqntid {binary.threads}" in ptx
+    assert re.findall(r"^\s*\.param \.(\w+)", ptx, re.MULTILINE) == PARAMETERS
+    assert "griddepcontrol.wait" in ptx
+    assert ("wgmma" in ptx) == (arch == "sm90")
+    assert ("mma.sync" in ptx) == (arch == "sm100")
+    # Of a full stage: q, k and v, unless of any alignment; T and P; gates.
+    copies = (8 + 8 + 4) * (variant == "chain") + 4 + 4 + 1
+    assert len(re.findall(r"cp\.async\.cg", ptx)) == copies
+
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary.cubin)
+
+    def run(name: str, *options: Any) -> str:
+        return subprocess.run([tools / name, *options], capture_output=True, text=True).stdout
+
+    usage = run("cuobjdump", "-res-usage", file)
+    assert " STACK:0 " in usage, usage
+    if arch == "sm90":
+        code = run("nvdisasm", "-c", file)
+        # One more wait than written: the compiler has made the products wait for one another.
+        assert code.count("WARPGROUP.DEPBAR") == ptx.count("wgmma.wait_group") == 5
+        assert code.count("HGMMA") == ptx.count("wgmma.mma_async")
+
+
+def test_cute_split_takes_prepare_of_chunk_split() -> None:
+    """It depends on no knob: the same machine code whatever the chain's config is."""
+    lender = KERNEL["chunk_split"]
+    for variant in ("prepare", "prepare_any"):
+        assert CUTE.maker(CuteSplit(2, 64), variant) == (lender, lender.config)
+        assert toolchain.recipe(CUTE, CuteSplit(2, 64), "sm90", variant) == toolchain.recipe(
+            lender, lender.config, "sm90", variant
+        )
+    assert CUTE.maker(CuteSplit(2, 64), "chain") == (CUTE, CuteSplit(2, 64))
+    assert CUTE.tile(CUTE.config)[1] == lender.tile(lender.config)[1]
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None
         return Decline(problem)
     if extension.built(kernel, config, device.arch) is not None:
         return None
-    reason = jit.declines(kernel, config, device.arch)
+    missing = [v for v in kernel.variants if not _is_lent(kernel, config, device.arch, v)]
+    reason = jit.declines(kernel, config, device.arch, missing)
     if reason is None:
         return None
     return Decline(f"{config} is not in the compiled library for {device.arch}, and {reason}")
@@ -109,8 +110,22 @@ def _binaries(kernel: Kernel, config: Any, arch: str) -> list[tuple[int | bytes,
             (e["binary"], Binary(b"", e["symbol"], e["threads"], e["shared_bytes"]))
             for e in entries
         ]
-    made = [jit.binary(kernel, config, arch, variant) for variant in kernel.variants]
-    return [(binary.cubin, binary) for binary in made]
+    return [_binary(kernel, config, arch, variant) for variant in kernel.variants]
+
+
+def _binary(kernel: Kernel, config: Any, arch: str, variant: str) -> tuple[int | bytes, Binary]:
+    """One variant of a config that the library lacks; what is lent may be in it all the same."""
+    if _is_lent(kernel, config, arch, variant):
+        maker, its = kernel.maker(config, variant)
+        return dict(zip(maker.variants, _binaries(maker, its, arch), strict=True))[variant]
+    binary = jit.binary(kernel, config, arch, variant)
+    return binary.cubin, binary
+
+
+def _is_lent(kernel: Kernel, config: Any, arch: str, variant: str) -> bool:
+    """Whether a variant's machine code is in the library as another kernel's."""
+    maker, its = kernel.maker(config, variant)
+    return maker is not kernel and extension.built(maker, its, arch) is not None
 
 
 def _prepare(kernel: Kernel, key: ProblemKey, config: Any) -> None:

@@ -148,18 +148,21 @@ def built(kernel: Kernel, config: Any, arch: str) -> list[dict[str, Any]] | None
     if isinstance(library, LibraryState):
         return None
     wanted = (kernel.op, kernel.name, knobs(config), arch)
+    makers = {variant: kernel.maker(config, variant) for variant in kernel.variants}
     found = {
         entry["variant"]: entry
         for entry in library.manifest["kernels"]
         if (entry["op"], entry["route"], entry["config"], entry["arch"]) == wanted
-        and entry["sources_sha256"] == _digest(kernel)
+        and entry["variant"] in makers
+        and entry["sources_sha256"] == _digest(makers[entry["variant"]][0])
     }
     if any(variant not in found for variant in kernel.variants):
         return None
     entries = [found[variant] for variant in kernel.variants]
-    if kernel.launch_shape is not None:  # a checkout's may have changed since
-        for entry in entries:
-            shape = kernel.launch_shape(config, entry["variant"])
+    for entry in entries:
+        maker, its = makers[entry["variant"]]
+        if maker.launch_shape is not None:  # a checkout's may have changed since
+            shape = maker.launch_shape(its, entry["variant"])
             if (entry["threads"], entry["shared_bytes"]) != shape:
                 return None
     return entries
@@ -195,7 +198,7 @@ def open_plan(kernel: Kernel, config: Any, binaries: list[tuple[int | bytes, Bin
     return int(
         library.module.get_function("open_plan")(
             f"{kernel.op}: route {kernel.name!r} with {config}",
-            _ARGUMENTS[kernel.language],
+            [_ARGUMENTS[kernel.maker(config, v)[0].language] for v in kernel.variants],
             [code for code, _ in binaries],
             [binary.symbol for _, binary in binaries],
             [binary.threads for _, binary in binaries],

@@ -22,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -35,17 +35,22 @@ from fastkernels.core.kernels import Binary, Kernel
 MAGIC = b"fastkernels cubin 2\n"
 
 
-def declines(kernel: Kernel, config: Any, arch: str) -> str | None:
+def declines(
+    kernel: Kernel, config: Any, arch: str, variants: Sequence[str] | None = None
+) -> str | None:
     """Why a config's machine code is not kept and may not or cannot be compiled; None if all its
-    variants are kept, or can be compiled."""
-    reason = _no_compile(kernel, arch)
+    `variants` are kept, or can be compiled."""
+    variants = kernel.variants if variants is None else variants
+    makers = dict.fromkeys(kernel.maker(config, variant)[0] for variant in variants)
+    reasons = [_no_compile(maker, arch) for maker in makers]
+    reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None or envs.jit() == "off" or arch not in kernel.archs:
         return reason
     folder = envs.cache_folder()
     if folder is None:
         return reason
     try:
-        if all(find(folder, kernel, config, arch, variant) for variant in kernel.variants):
+        if all(find(folder, kernel, config, arch, variant) for variant in variants):
             return None
     except OSError:  # sources that cannot be read: nobody knows what was made from them
         return reason
@@ -69,6 +74,7 @@ def _missing(language: str, arch: str) -> str | None:
 
 def binary(kernel: Kernel, config: Any, arch: str, variant: str) -> Binary:
     """The kept machine code, or a compile. Raises ToolchainError, too where `declines` would."""
+    kernel, config = kernel.maker(config, variant)
     reason = _no_compile(kernel, arch)
     wanted = envs.cache_folder()
     if reason is not None:
@@ -131,6 +137,7 @@ def keep(folder: Path, kernel: Kernel, config: Any, arch: str, variant: str) -> 
 
     Raises ToolchainError, and OSError where the file cannot be written.
     """
+    kernel, config = kernel.maker(config, variant)
     compiler = _compiler(kernel)
     made = toolchain.compile_kernel(kernel, config, arch, variant)
     _write(folder, toolchain.recipe(kernel, config, arch, variant), compiler, made)

@@ -39,6 +39,8 @@ class Kernel:
     `compile(config, arch, variant)` gives a `Binary` (Triton, CuTe DSL). `variants` are compiled
     side by side; the launcher picks one per call, or one for each launch of a call. The words of
     their names, joined by `_`, are macros in CUDA (FK_POOL is 1 in `compact_pool`, else 0).
+    `lent` names variants whose machine code is that of another kernel's default config, which must
+    not depend on its knobs: one stage that two routes share.
     `launch_shape(config, variant)` is `(threads, shared_bytes)` for CUDA, whose compiler does not
     tell (FK_THREADS and FK_SHARED_BYTES there). `tile(config)` holds the integers that the
     operator's launcher needs to lay out the grid.
@@ -53,11 +55,21 @@ class Kernel:
     tile: Callable[[Any], tuple[int, ...]]
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     variants: tuple[str, ...] = ("aligned", "any")
+    lent: Mapping[str, Kernel] = field(default_factory=dict, hash=False)
     launch_shape: Callable[[Any, str], tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         assert self.language in LANGUAGES
         assert (self.launch_shape is not None) == (self.language == "cuda")
+        for variant, lender in self.lent.items():
+            assert variant in self.variants
+            assert variant in lender.variants
+            assert set(self.archs) <= set(lender.archs)
+
+    def maker(self, config: Any, variant: str) -> tuple[Kernel, Any]:
+        """The kernel and the config whose machine code a variant is."""
+        lender = self.lent.get(variant)
+        return (self, config) if lender is None else (lender, lender.config)
 
     @property
     def module(self) -> str:

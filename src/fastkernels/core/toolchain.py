@@ -172,13 +172,15 @@ def cuda_include(nvcc: Nvcc) -> Path:
 
 def identity(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
     """Name of the machine code by all that it depends on: the recipe and its compiler's version."""
-    parts = [recipe(kernel, config, arch, variant), versions().get(kernel.language)]
+    maker, _ = kernel.maker(config, variant)
+    parts = [recipe(kernel, config, arch, variant), versions().get(maker.language)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def recipe(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
     """Name of what a compiler is asked for: all that machine code depends on, except the compiler's
     version; contents, never times or paths (C110). Equal on machines with and without it."""
+    kernel, config = kernel.maker(config, variant)
     parts = [
         kernel.op, kernel.name, kernel.language, kernel.digest(), knobs(config), arch, variant,
         _nvcc_flags(kernel, config, arch, variant) if kernel.language == "cuda" else [],
@@ -189,6 +191,7 @@ def recipe(kernel: Kernel, config: Any, arch: str, variant: str) -> str:
 
 def compile_kernel(kernel: Kernel, config: Any, arch: str, variant: str) -> Binary:
     """Machine code of one entry point. Raises ToolchainError, whatever goes wrong."""
+    kernel, config = kernel.maker(config, variant)
     reason = missing(kernel.language, arch)
     if reason is None:
         try:

@@ -16,11 +16,15 @@ grid of `triton_fused`. `chain` waits by itself (griddepcontrol) before it reads
 it may be launched with programmatic stream serialization; `prepare` may not. Without a chunk (the
 bound is 0) only `chain` is launched. Variants as above, `prepare_any` and `chain_any` for any
 alignment.
+
+Route `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what stands between the two
+launches is bytes in the workspace, so that each may be of another language.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastkernels.core.kernels import Kernel
 
@@ -135,6 +139,31 @@ def _shared_bytes(rows: int, stages: int, pair_stages: int) -> int:
 
 
 @dataclass(frozen=True)
+class CuteSplit:
+    """A block of the chain takes 64 rows and has the inputs of `stages` chunks in shared memory;
+    on sm90, where a product has a column for each token, an instruction takes `columns` of them.
+    32 leave out a quarter of the products with T and P."""
+
+    stages: int
+    columns: int
+
+    # No knobs: WGMMA takes 64 rows, and cute_chain.py lays out shared memory.
+    rows_per_block: ClassVar[int] = 64
+    stage_bytes: ClassVar[int] = 2 * KEYS_BYTES + 2 * CHUNK * 64 + 2 * PAIRS_BYTES + 1024
+    exchange_bytes: ClassVar[int] = 4 * (48 * CHUNK + 12 * CHUNK) + 64 + 1088
+
+    def __post_init__(self) -> None:
+        if self.stages not in (2, 3):
+            raise ValueError(f"knob 'stages' is {self.stages}, expected 2 or 3")
+        if self.columns not in (32, 64):
+            raise ValueError(f"knob 'columns' is {self.columns}, expected 32 or 64")
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + self.exchange_bytes
+
+
+@dataclass(frozen=True)
 class TritonFused:
     """`warps` warps take `rows` rows of a state through a sequence, with room for the inputs of
     `stages` chunks."""
@@ -175,6 +204,16 @@ def _check(rows: int, warps: dict[str, int], stages: int) -> None:
         raise ValueError(f"knob 'stages' is {stages}, expected 1, 2, 3 or 4")
 
 
+CHUNK_SPLIT = Kernel(
+    OP, "chunk_split", "cuda", ARCHS, ChunkSplit(16, 3), "gdn_prefill/chunk_split.cu",
+    tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
+    launch_shape=lambda c, variant: (
+        256, PREPARE_SHARED_BYTES if "prepare" in variant else c.shared_bytes,
+    ),
+    variants=("prepare", "prepare_any", "chain", "chain_any"),
+    candidates={"rows_per_block": (16, 32, 64), "stages": (2, 3, 4)},
+)  # fmt: skip
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         OP, "recurrent", "cuda", ARCHS, Recurrent(8, 1, 4), "gdn_prefill/recurrent.cu",
@@ -190,14 +229,13 @@ KERNELS: tuple[Kernel, ...] = (
         launch_shape=lambda c, _: (256, c.shared_bytes),
         candidates={"rows_per_block": (16, 32, 64)},
     ),
+    CHUNK_SPLIT,
     Kernel(
-        OP, "chunk_split", "cuda", ARCHS, ChunkSplit(16, 3), "gdn_prefill/chunk_split.cu",
+        OP, "cute_split", "cute", ARCHS, CuteSplit(3, 32), "cute_chain.py",
         tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
-        launch_shape=lambda c, variant: (
-            256, PREPARE_SHARED_BYTES if "prepare" in variant else c.shared_bytes,
-        ),
-        variants=("prepare", "prepare_any", "chain", "chain_any"),
-        candidates={"rows_per_block": (16, 32, 64), "stages": (2, 3, 4)},
+        variants=CHUNK_SPLIT.variants,
+        lent=dict.fromkeys(("prepare", "prepare_any"), CHUNK_SPLIT),
+        candidates={"stages": (2, 3), "columns": (32, 64)},
     ),
     Kernel(
         OP, "triton_fused", "triton", ARCHS, TritonFused(64, 8, 2), "triton_chunks.py",
