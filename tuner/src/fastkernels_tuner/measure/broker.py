@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -453,39 +453,6 @@ class Series:
     contents: int
 
 
-@dataclass
-class Pool:
-    """What a series' calls found in the slots: all seeds, where drawing is slow the one of each
-    slot, and which slots each entry was in."""
-
-    seeds: set[int] = field(default_factory=set)
-    contents: dict[int, int] = field(default_factory=dict)
-    seen: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-
-@dataclass(frozen=True)
-class Making:
-    """One call to be made: of which entry, on which lane of the process, on what."""
-
-    entry: Entry
-    lane: int
-    draw: Draw
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An entry's turn in a series; the last one is where another was before, with new contents."""
-
-    entry: Entry
-    is_judged: bool
-    is_timed: bool
-    is_last: bool = False
-
-
-Steps = list[tuple[str, bool]]
-"""Per step of a process since its times were collected: whose, and whether it is timed."""
-
-
 # ---- the bench ----------------------------------------------------------------------------------
 
 
@@ -640,11 +607,9 @@ class Bench:
         seat, tally, found = self._seats[0], Tally(workload.id), []
         self._open(seat, workload, [entry], {entry.label: tally})
         for _ in range(calls):
-            slot = self._rng.randrange(self._timed_slots())
+            slot = self._draw()
             if tally.failure is None:
-                making = Making(entry, 0, Draw(slot=slot, seed=seed))
-                (checked,) = self._calls(seat, workload, [making], is_judged=True)
-                tally.add(checked)
+                tally.add(self._call(seat, workload, entry, 0, slot, seed, is_judged=True))
             if tally.failure is not None:
                 raise Rejected(entry.label, tally.failure)
             found.append(self._ask_judge(Digest(slot=slot), Digested).digest)
@@ -841,11 +806,8 @@ class Bench:
         loan = self._open(seat, workload, [entry], tallies, wanted)
         while seeds and tally.failure is None:
             slots = self._rng.sample(range(loan.slots), min(loan.slots, len(seeds)))
-            makings = [
-                Making(entry, 0, Draw(slot=slot, seed=seed))
-                for slot, seed in zip(slots, seeds, strict=False)
-            ]
-            for checked in self._calls(seat, workload, makings, is_judged=True):
+            draws = [Draw(slot=slot, seed=seed) for slot, seed in zip(slots, seeds, strict=False)]
+            for checked in self._calls(seat, workload, entry, 0, draws, is_judged=True):
                 seeds.pop(0)
                 tally.add(checked)
 
@@ -945,18 +907,17 @@ class Bench:
         places = range(iterations)
         checks = {label: set(self._rng.sample(places, min(CHECKS, iterations))) for label in lanes}
         warmup = self._rng.randint(*WARMUP[self.policy.timer])
-        rounds = warmup + iterations + 1
-        looks = {warmup + look} if 0 < look < iterations else set()
         readings = {warmup, warmup + iterations // 2, warmup + iterations}
-        steps: Steps = []
-        pool = Pool()
+        steps: list[tuple[str, bool]] = []
+        contents: dict[int, int] = {}  # seeds by slot, where drawing is slow
+        seeds: set[int] = set()
+        seen: dict[str, list[int]] = {label: [] for label in lanes}
         hopeless: set[str] = set()
-        turns: list[Turn] = []
-        for number in range(rounds):
+        for number in range(warmup + iterations + 1):
             place = number - warmup
             if number in readings:
                 series.readings.append(self._get_guard().read())
-            if number in looks:
+            if 0 < place == look < iterations:
                 if not self._note(seat, workload, entries, steps, series, tallies):
                     return None
                 steps = []
@@ -966,88 +927,32 @@ class Bench:
                 for entry in entries
                 if tallies[entry.label].failure is None and entry.label not in hopeless
             ]
-            if not order:
+            if not order or not seat.is_taken():
                 return None
             self._rng.shuffle(order)
-            turns += [
-                Turn(
-                    entry,
-                    is_judged=number == 0 or place == iterations or place in checks[entry.label],
-                    is_timed=place in places,
-                    is_last=place == iterations,
-                )
-                for entry in order
-            ]
-            # The state of the machine is read, and who goes on is decided, between calls.
-            if number + 1 == rounds or number + 1 in readings | looks:
-                self._take_turns(seat, workload, turns, lanes, pool, steps, tallies)
-                turns = []
+            for entry in order:
+                label = entry.label
+                is_judged = number == 0 or place == iterations or place in checks[label]
+                slot, seed = self._draw(), self._rng.getrandbits(31)
+                if place == iterations:  # where it was before, with contents that were not
+                    slot = self._rng.choice(seen[label])
+                if self._is_slow():
+                    seed = contents.setdefault(slot, seed)
+                seen[label].append(slot)
+                seeds.add(seed)
+                steps.append((label, place in places))
+                checked = self._call(
+                    seat, workload, entry, lanes[label], slot, seed,
+                    is_judged=is_judged, steps=steps,
+                )  # fmt: skip
+                if is_judged or checked.failure is not None:
+                    tallies[label].add(checked)
                 if not seat.is_taken():
                     return None
-        series.contents = len(pool.seeds)
+        series.contents = len(seeds)
         if not self._note(seat, workload, entries, steps, series, tallies):
             return None
         return series
-
-    def _take_turns(
-        self,
-        seat: Seat,
-        workload: Workload,
-        turns: Sequence[Turn],
-        lanes: Mapping[str, int],
-        pool: Pool,
-        steps: Steps,
-        tallies: Tallies,
-    ) -> None:
-        """Calls in the order of their turns, as many at a time as there are slots: a call alone
-        costs three round trips. Verdicts go to the tallies. Those made after one that failed, and
-        with it, are made again, since nobody looked at them. Raises Infrastructure."""
-        left = deque(turns)
-        while left and seat.is_taken():
-            group = self._group(left)
-            slots = self._slots(group, pool)
-            makings = []
-            for turn, slot in zip(group, slots, strict=True):
-                seed = self._rng.getrandbits(31)
-                if self._is_slow():
-                    seed = pool.contents.setdefault(slot, seed)
-                pool.seeds.add(seed)
-                pool.seen[turn.entry.label].append(slot)
-                draw = Draw(slot=slot, seed=seed)
-                makings.append(Making(turn.entry, lanes[turn.entry.label], draw))
-            begin = len(steps)
-            steps += [(turn.entry.label, turn.is_timed) for turn in group]
-            is_judged = group[0].is_judged
-            verdicts = self._calls(seat, workload, makings, is_judged=is_judged, steps=steps)
-            for turn, checked in zip(group, verdicts, strict=False):
-                if is_judged or checked.failure is not None:
-                    tallies[turn.entry.label].add(checked)
-            again = group[len(verdicts) :]
-            for i, turn in enumerate(again, begin + len(verdicts)):
-                steps[i] = (turn.entry.label, False)
-            left = deque(
-                turn for turn in (*again, *left) if tallies[turn.entry.label].failure is None
-            )
-
-    def _group(self, left: deque[Turn]) -> list[Turn]:
-        """The next turns that can be taken together: judged alike, each in a slot of its own."""
-        first = left.popleft()
-        group = [first]
-        while (
-            left
-            and len(group) < self._timed_slots()
-            and not first.is_last
-            and left[0].is_judged == first.is_judged
-            and left[0].is_last == first.is_last
-            and left[0].entry.allowance == first.entry.allowance
-        ):
-            group.append(left.popleft())
-        return group
-
-    def _slots(self, group: Sequence[Turn], pool: Pool) -> list[int]:
-        if group[0].is_last:
-            return [self._rng.choice(pool.seen[group[0].entry.label])]
-        return self._rng.sample(range(self._timed_slots()), len(group))
 
     def _hopeless(self, entries: Sequence[Entry], series: Series, tallies: Tallies) -> set[str]:
         """Labels of the candidates that are far behind the best one. Peers stay, whatever they
@@ -1156,24 +1061,43 @@ class Bench:
                     Failure(cause=Cause.HARNESS_BUG, message=what, workload=workload.id)
                 )
 
+    def _call(
+        self,
+        seat: Seat,
+        workload: Workload,
+        entry: Entry,
+        lane: int,
+        slot: int,
+        seed: int,
+        *,
+        is_judged: bool,
+        steps: list[tuple[str, bool]] | None = None,
+    ) -> Checked:
+        """One call; `steps` get its repetition, if there is one."""
+        draws = [Draw(slot=slot, seed=seed)]
+        (checked,) = self._calls(
+            seat, workload, entry, lane, draws, is_judged=is_judged, steps=steps
+        )
+        return checked
+
     def _calls(
         self,
         seat: Seat,
         workload: Workload,
-        makings: Sequence[Making],
+        entry: Entry,
+        lane: int,
+        draws: Sequence[Draw],
         *,
         is_judged: bool,
-        steps: Steps | None = None,
+        steps: list[tuple[str, bool]] | None = None,
     ) -> tuple[Checked, ...]:
         """Fresh inputs into slots, a call on each, and what these did, up to the first that failed;
-        those after it were made, and nobody looks at them. All under one allowance; `steps` get the
-        repetition of a wrong one. Raises Infrastructure where that is all that is known: where a
-        call failed besides, that is final."""
-        calls, failure = self._step(seat, workload, makings, is_flipped=False)
+        those after it were made, and nobody looks at them. Raises Infrastructure where that is all
+        that is known: where a call failed besides, that is final."""
+        calls, failure = self._step(seat, workload, lane, draws, is_flipped=False)
         verdicts: tuple[Checked, ...] = ()
         if calls:
-            allowance = makings[0].entry.allowance
-            check = Check(calls=calls, is_judged=is_judged, allowance=allowance)
+            check = Check(calls=calls, is_judged=is_judged, allowance=entry.allowance)
             try:
                 verdicts = self._ask_judge(check, Verdicts, len(calls)).calls
             except Infrastructure:
@@ -1181,8 +1105,8 @@ class Bench:
                     raise
         if any(checked.failure is not None for checked in verdicts):
             *right, wrong = verdicts
-            making = makings[len(right)]
-            return (*right, self._diagnose(seat, workload, making, wrong, steps))
+            draw = draws[len(right)]
+            return (*right, self._diagnose(seat, workload, entry, lane, draw, wrong, steps))
         if failure is not None:
             verdicts = (*verdicts, Checked(failure=failure))
         return verdicts
@@ -1191,9 +1115,11 @@ class Bench:
         self,
         seat: Seat,
         workload: Workload,
-        making: Making,
+        entry: Entry,
+        lane: int,
+        draw: Draw,
         wrong: Checked,
-        steps: Steps | None,
+        steps: list[tuple[str, bool]] | None,
     ) -> Checked:
         """A call with a wrong number is repeated once, alone, to tell what nobody wrote from what
         was computed wrongly."""
@@ -1203,27 +1129,26 @@ class Bench:
             return wrong
         try:
             if steps is not None:
-                steps.append((making.entry.label, False))
-            again, _ = self._step(seat, workload, [making], is_flipped=True)
+                steps.append((entry.label, False))
+            again, _ = self._step(seat, workload, lane, [draw], is_flipped=True)
             if not again:
                 return wrong
-            diagnose = Diagnose(slot=making.draw.slot, allowance=making.entry.allowance)
-            final = self._ask_judge(diagnose, Checked)
+            final = self._ask_judge(Diagnose(slot=draw.slot, allowance=entry.allowance), Checked)
         except Infrastructure:  # a wrong number is final, whatever comes after it
             return wrong
         return Checked(failure=final.failure, worst=wrong.worst)
 
     def _step(
-        self, seat: Seat, workload: Workload, makings: Sequence[Making], *, is_flipped: bool
+        self, seat: Seat, workload: Workload, lane: int, draws: Sequence[Draw], *, is_flipped: bool
     ) -> tuple[tuple[Call, ...], Failure | None]:
         """Calls on slots that are filled first: those before the first that failed, and its
         failure. The process is told of all of them at once, and asked for each in turn, so that it
         is known in which one it ended."""
-        draws = tuple(making.draw for making in makings)
-        filled = self._ask_judge(Fill(draws=draws, is_flipped=is_flipped), Filled, len(draws))
+        fill = Fill(draws=tuple(draws), is_flipped=is_flipped)
+        filled = self._ask_judge(fill, Filled, len(draws))
         if filled.draw_s:
             self._draw_s.append(filled.draw_s)
-        messages = [Step(lane=making.lane, slot=making.draw.slot) for making in makings]
+        messages = [Step(lane=lane, slot=draw.slot) for draw in draws]
         found, error = seat.ask_all(messages, Done, self.policy.trial_timeout_s)
         calls: list[Call] = []
         for draw, done in zip(draws, found, strict=False):
@@ -1240,9 +1165,10 @@ class Bench:
             return tuple(calls), self._mourn(seat, error, workload, seed)
         return tuple(calls), None
 
-    def _timed_slots(self) -> int:
+    def _draw(self) -> int:
+        """A slot of those that are timed."""
         assert self._loan is not None, "nothing is lent"
-        return min(self._loan.loan.slots, SLOTS)
+        return self._rng.randrange(min(self._loan.loan.slots, SLOTS))
 
     def _is_slow(self) -> bool:
         """Whether even the fastest draw takes too long to be made for every call."""

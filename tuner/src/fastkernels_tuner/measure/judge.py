@@ -288,7 +288,7 @@ class Judge:
         return self._current
 
     def fill(self, draws: Sequence[Draw], is_flipped: bool = False) -> float:
-        """Inputs of seeds and poisoned outputs into slots; seconds that a draw took of them.
+        """Inputs of seeds and poisoned outputs into slots; seconds of a draw that was made alone.
 
         Each seed has a generator of its own, so that what it gives does not depend on which others
         are drawn meanwhile.
@@ -303,7 +303,7 @@ class Judge:
             for draw, inputs in zip(fresh, self._draw(seeds), strict=True):
                 now.drawn[draw.slot] = Drawn(draw.seed, inputs)
             self.synchronize()
-            took = (time.perf_counter() - start) / len(fresh)
+            took = time.perf_counter() - start if len(fresh) == 1 else 0.0
         now.before.clear()
         for draw in draws:
             self._lay(draw, is_flipped)

@@ -258,7 +258,7 @@ class Fill(Message):
 
 
 class Filled(Message):
-    """`draw_s`: seconds for each draw, 0 where there was none."""
+    """`draw_s`: what a draw took that had the machine to itself, 0 where there was none."""
 
     kind: Literal["filled"] = "filled"
     draw_s: float
