@@ -25,7 +25,7 @@ from fastkernels_tuner.measure import (
 )
 from fastkernels_tuner.measure.broker import Infrastructure, Process, Seat
 from fastkernels_tuner.measure.guards import Reading, Verdict
-from fastkernels_tuner.measure.protocol import Check, Collected, Fill, Lend, Step
+from fastkernels_tuner.measure.protocol import Check, Collected, Diagnose, Fill, Lend, Step
 from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -77,6 +77,7 @@ def candidate(route: str) -> Candidate:
 
 
 HONEST = candidate("honest")
+PEERS_RIGHT = {"other": "tuner.tests.faults:other"}
 PEERS = {"other": "tuner.tests.faults:other", "wrong_other": "tuner.tests.faults:wrong_other"}
 
 
@@ -463,6 +464,77 @@ def test_a_hopeless_one_comes_back_where_the_best_is_wrong_later(
     assert late.failure.cause == Cause.NUMERIC
     assert dawdles.failure is None
     assert len(dawdles.blocks[-1].us) == 30
+
+
+@pytest.mark.parametrize("what", ["fill", "judge"])
+def test_a_diagnosis_that_fails_harms_nobody_else(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The wrong number stands; the others' times are theirs, whether the judge had no memory for
+    the repetition or ended over it."""
+    ask, is_done = bench._ask_judge, False
+
+    def ends(message: Any, *arguments: Any) -> Any:
+        nonlocal is_done
+        is_flipped = isinstance(message, Fill) and message.is_flipped
+        if not is_done and (is_flipped if what == "fill" else isinstance(message, Diagnose)):
+            is_done = True
+            if what == "judge":
+                assert bench._judge is not None
+                bench._judge.kill()
+                bench._forget_judge()
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message="once"))
+        return ask(message, *arguments)
+
+    monkeypatch.setattr(bench, "_ask_judge", ends)
+    routes = ("honest", "torch_recurrent", "wrong")
+    honest, recurrent, bad = bench.interleave([candidate(r) for r in routes], DECODE, iterations=6)
+    assert is_done
+    assert bad.failure is not None
+    assert bad.failure.cause == Cause.NUMERIC
+    for each in (honest, recurrent):
+        assert each.failure is None
+        assert len(each.blocks[-1].us) == 6
+
+
+def test_a_hopeless_one_comes_back_beside_a_peer_alone(bench: Bench) -> None:
+    """What was faster turned out wrong, and peers are nobody to be hopeless beside."""
+    bench.renew()
+    late, dawdles, _ = bench.interleave(
+        [candidate("later_wrong"), candidate("dawdles")], DECODE, iterations=20, peers=PEERS_RIGHT
+    )
+    assert late.failure is not None
+    assert dawdles.failure is None
+    assert len(dawdles.blocks[-1].us) == 20
+
+
+def test_what_is_hopeless_was_judged_among_its_timed_calls(bench: Bench) -> None:
+    for _ in range(20):
+        places = bench._checks(12, 6)
+        assert len(places) == broker.CHECKS
+        assert min(places) < 6
+    assert {len(bench._checks(n, 0)) for n in (0, 1, 2, 9)} == {0, 1, 2}
+    with pytest.raises(ValueError, match="greater than 1"):
+        Policy(name="p", timer="wall", is_promotable=False, hopeless=0.9)
+
+
+def test_answers_that_came_before_a_process_ended_count(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was gone before it was told of the next call."""
+    bench.renew()
+    put = broker.put
+
+    def slowly(channel: Any, message: Any) -> str:
+        nonce = put(channel, message)
+        if isinstance(message, Step):
+            time.sleep(0.15)
+        return nonce
+
+    monkeypatch.setattr(broker, "put", slowly)
+    found = bench.judge(candidate("third_crashes"), DECODE, SEEDS)
+    assert [(f.cause, f.seed) for f in found.failures] == [(Cause.CRASH, 99)]
+    assert found.trials == 3
 
 
 def test_new_processes_beside_the_same_judge(bench: Bench) -> None:

@@ -265,7 +265,7 @@ class Policy(Model):
     # few timed calls is not called any more. The fit takes the time from these, which is far beyond
     # what it lets a regime lose.
     first_look: int = 6
-    hopeless: float = 1.5
+    hopeless: float = Field(default=1.5, gt=1.0)
     looks: tuple[int, ...] = (4, 8, 16)  # pairs of blocks after which to decide
     alpha: float = 0.05
     min_gain: float = 0.003

@@ -111,6 +111,7 @@ LEAST_RECORDED = 0.8
 LOG_BYTES = 4000  # of what a process printed last
 START_TIMEOUT_S = 180.0
 JUDGE_TIMEOUT_S = 900.0  # the oracle on a CPU takes its time
+CALL_TIMEOUT_S = 60.0  # for each further call of one message
 REAP_TIMEOUT_S = 30.0
 LOCK_TIMEOUT_S = 600.0
 # Blocks before the share of discarded ones says something about the machine.
@@ -279,12 +280,19 @@ class Process:
         answers: list[M] = []
         message = messages[0]
         try:
-            nonces = [put(self._channel, message) for message in messages]
-            for message, nonce in zip(messages, nonces, strict=True):
+            nonces = []
+            for message in messages:
+                try:
+                    nonces.append(put(self._channel, message))
+                except Closed:  # over one of those before, whose answers may be here already
+                    break
+            for message, nonce in zip(messages, nonces, strict=False):
                 answer = take(self._channel, nonce, message, reply, timeout_s)
                 if isinstance(answer, Fault):
                     return answers, ProcessFailed(answer.cause, answer.message, "")
                 answers.append(answer)
+            if len(answers) < len(messages):
+                raise Closed
         except TimedOut:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)  # writes to the log where it is
@@ -905,7 +913,8 @@ class Bench:
         series = Series({entry.label: Samples() for entry in entries}, [], 0)
         lanes = {entry.label: lane for lane, entry in enumerate(entries)}
         places = range(iterations)
-        checks = {label: set(self._rng.sample(places, min(CHECKS, iterations))) for label in lanes}
+        look = look if look < iterations else 0
+        checks = {label: self._checks(iterations, look) for label in lanes}
         warmup = self._rng.randint(*WARMUP[self.policy.timer])
         readings = {warmup, warmup + iterations // 2, warmup + iterations}
         steps: list[tuple[str, bool]] = []
@@ -913,15 +922,17 @@ class Bench:
         seeds: set[int] = set()
         seen: dict[str, list[int]] = {label: [] for label in lanes}
         hopeless: set[str] = set()
+        right: set[str] = set()
         for number in range(warmup + iterations + 1):
             place = number - warmup
             if number in readings:
                 series.readings.append(self._get_guard().read())
-            if 0 < place == look < iterations:
+            if 0 < place == look:
                 if not self._note(seat, workload, entries, steps, series, tallies):
                     return None
                 steps = []
                 hopeless = self._hopeless(entries, series, tallies)
+                right = self._right(entries, tallies)
             order = [
                 entry
                 for entry in entries
@@ -952,7 +963,23 @@ class Bench:
         series.contents = len(seeds)
         if not self._note(seat, workload, entries, steps, series, tallies):
             return None
+        # Beside what turned out wrong since nobody is hopeless: once more without it.
+        is_other = bool(hopeless) and self._right(entries, tallies) != right
+        if is_other and hopeless - self._hopeless(entries, series, tallies):
+            return None
         return series
+
+    def _checks(self, iterations: int, look: int) -> set[int]:
+        """Which of the timed calls are judged; where there is a look one of those before it, since
+        there may be no others."""
+        places = list(range(iterations))
+        first = self._rng.sample(places[:look], min(1, look))
+        rest = [place for place in places if place not in first]
+        return {*first, *self._rng.sample(rest, min(CHECKS - len(first), len(rest)))}
+
+    @staticmethod
+    def _right(entries: Sequence[Entry], tallies: Tallies) -> set[str]:
+        return {entry.label for entry in entries if tallies[entry.label].failure is None}
 
     def _hopeless(self, entries: Sequence[Entry], series: Series, tallies: Tallies) -> set[str]:
         """Labels of the candidates that are far behind the best one. Peers stay, whatever they
@@ -1128,9 +1155,9 @@ class Bench:
         if not is_number or not seat.is_taken():
             return wrong
         try:
-            if steps is not None:
-                steps.append((entry.label, False))
-            again, _ = self._step(seat, workload, lane, [draw], is_flipped=True)
+            again, _ = self._step(
+                seat, workload, lane, [draw], is_flipped=True, steps=steps, label=entry.label
+            )
             if not again:
                 return wrong
             final = self._ask_judge(Diagnose(slot=draw.slot, allowance=entry.allowance), Checked)
@@ -1139,16 +1166,27 @@ class Bench:
         return Checked(failure=final.failure, worst=wrong.worst)
 
     def _step(
-        self, seat: Seat, workload: Workload, lane: int, draws: Sequence[Draw], *, is_flipped: bool
+        self,
+        seat: Seat,
+        workload: Workload,
+        lane: int,
+        draws: Sequence[Draw],
+        *,
+        is_flipped: bool,
+        steps: list[tuple[str, bool]] | None = None,
+        label: str = "",
     ) -> tuple[tuple[Call, ...], Failure | None]:
         """Calls on slots that are filled first: those before the first that failed, and its
         failure. The process is told of all of them at once, and asked for each in turn, so that it
-        is known in which one it ended."""
+        is known in which one it ended. `steps` get them as untimed ones of `label`, once they are
+        sent."""
         fill = Fill(draws=tuple(draws), is_flipped=is_flipped)
         filled = self._ask_judge(fill, Filled, len(draws))
         if filled.draw_s:
             self._draw_s.append(filled.draw_s)
         messages = [Step(lane=lane, slot=draw.slot) for draw in draws]
+        if steps is not None:
+            steps += [(label, False)] * len(messages)
         found, error = seat.ask_all(messages, Done, self.policy.trial_timeout_s)
         calls: list[Call] = []
         for draw, done in zip(draws, found, strict=False):
@@ -1167,7 +1205,9 @@ class Bench:
 
     def _draw(self) -> int:
         """A slot of those that are timed."""
-        assert self._loan is not None, "nothing is lent"
+        if self._loan is None:  # the judge ended over the call before, whose verdict stands
+            message = "the judge is gone, and what it had lent"
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message=message))
         return self._rng.randrange(min(self._loan.loan.slots, SLOTS))
 
     def _is_slow(self) -> bool:
@@ -1274,7 +1314,7 @@ class Bench:
         if self._judge is None:
             self._judge = self._start("judge")
         try:
-            return self._judge.ask(message, reply, calls * JUDGE_TIMEOUT_S)
+            return self._judge.ask(message, reply, JUDGE_TIMEOUT_S + (calls - 1) * CALL_TIMEOUT_S)
         except ProcessFailed as error:
             if not self._judge.is_alive:
                 self._forget_judge()
