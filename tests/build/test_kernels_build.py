@@ -684,7 +684,7 @@ def test_without_nvcc_the_other_languages_are_built(
     monkeypatch.setattr(toolchain, "_nvcc_candidates", list)
     manifest = build(tmp_path, built.cache)
     assert {entry["language"] for entry in manifest["kernels"]} == {"triton", "cute"}
-    cuda = {j.what for j in collect(declared()) if j.kernel.language == "cuda"}
+    cuda = {j.what for j in collect(declared()) if j.maker.language == "cuda"}
     assert {entry["what"] for entry in manifest["missing"]} == cuda
     assert all("needed: nvcc 13.0" in entry["reason"] for entry in manifest["missing"])
 

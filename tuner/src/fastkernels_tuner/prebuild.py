@@ -170,7 +170,8 @@ def _lacking(pairs: Iterable[Pair], arch: str, folder: Path) -> tuple[list[_Job]
     for kernel, config in dict.fromkeys(pairs):
         missing = []
         for variant in kernel.variants:
-            kept = jit.find(folder, kernel, config, arch, variant, versions.get(kernel.language))
+            maker, _ = kernel.maker(config, variant)
+            kept = jit.find(folder, kernel, config, arch, variant, versions.get(maker.language))
             if kept is None:
                 missing.append(variant)
             else:
