@@ -30,8 +30,6 @@ __device__ __forceinline__ uint32_t triangle_row(uint32_t idx) {
 // As a tensor core takes it, which drops the low 13 bits.
 __device__ __forceinline__ float round_tf32(float x) { return __uint_as_float(ptx::to_tf32(x)); }
 
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
-
 // A lane's part of a 16 x 16 tile of A or P from the products of keys: (t, s) and (t, s + 1), t and
 // s of each half and i. No branch an element: each would wait for its own loads and exponentials.
 // Above the diagonal the exponential may overflow; that is selected away.
@@ -61,7 +59,7 @@ __device__ __forceinline__ void store_system(const Prepare& x, uint32_t row, uin
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float y = beta * sum[half][2 * i + j] * at.decay[j];
-      const bool is_before = at.s + j < at.t, is_bad = is_before && !is_finite(y);
+      const bool is_before = at.s + j < at.t, is_bad = is_before && !isfinite(y);
       first_bad = min(first_bad, is_bad ? static_cast<int32_t>(at.t) : kChunk);
       value[j] = is_before && !is_bad ? y : 0.0f;
     }
