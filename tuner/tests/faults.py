@@ -141,7 +141,7 @@ def prints(inputs: Any, outputs: Any) -> None:
 
 def dawdles(inputs: Any, outputs: Any) -> None:
     honest(inputs, outputs)
-    time.sleep(0.02)
+    time.sleep(0.05)
 
 
 def remembers(inputs: Any, outputs: Any) -> None:

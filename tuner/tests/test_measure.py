@@ -29,7 +29,10 @@ from fastkernels_tuner.measure.protocol import Check, Collected, Diagnose, Fill,
 from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
 
 FAULTS = Path(__file__).with_name("faults.py")
-POLICY = Policy(name="test", timer="wall", is_promotable=False, trial_timeout_s=60.0)
+# On busy cores a call that takes 1 ms may take 2 for a while, `dawdles` never takes less than 50.
+POLICY = Policy(
+    name="test", timer="wall", is_promotable=False, trial_timeout_s=60.0, hopeless=10.0
+)
 DECODE = Workload(
     op="gdn_decode",
     listed="serving",
@@ -444,7 +447,7 @@ def test_what_is_hopeless_is_soon_left_alone(bench: Bench, monkeypatch: pytest.M
     assert [e.failure for e in (honest, dawdles, recurrent, slow)] == [None] * 4
     assert idles.failure is not None
     assert [len(e.blocks[0].us) for e in (honest, dawdles, recurrent, slow)] == [12, 6, 12, 12]
-    assert min(dawdles.blocks[0].us) > 20_000
+    assert min(dawdles.blocks[0].us) > 50_000
     steps = [message.lane for _, message in asked if isinstance(message, Step)]
     assert steps.count(1) < steps.count(0)
     alone = bench.evaluate(candidate("dawdles"), DECODE, iterations=8, trials=0)
