@@ -100,6 +100,17 @@ void LoadPlan(int64_t handle, int64_t device_id) {
                                                variant.kernel, device.handle),
                    "cuKernelSetAttribute");
     }
+    // Clusters of more blocks than every device promises have to be asked for.
+    constexpr int kPortableCluster = 8;
+    int cluster = 0;
+    driver.Check(driver.kernel_get_attribute(&cluster, CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH,
+                                             variant.kernel, device.handle),
+                 "cuKernelGetAttribute");
+    if (cluster > kPortableCluster) {
+      driver.Check(driver.kernel_set_attribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+                                               1, variant.kernel, device.handle),
+                   "cuKernelSetAttribute");
+    }
     CUfunction function = nullptr;
     driver.Check(driver.kernel_get_function(&function, variant.kernel), "cuKernelGetFunction");
   }

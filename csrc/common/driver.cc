@@ -43,6 +43,7 @@ Driver Open() {
   Find(handle, "cuLibraryLoadData", &driver.library_load_data);
   Find(handle, "cuLibraryGetKernel", &driver.library_get_kernel);
   Find(handle, "cuKernelGetFunction", &driver.kernel_get_function);
+  Find(handle, "cuKernelGetAttribute", &driver.kernel_get_attribute);
   Find(handle, "cuKernelSetAttribute", &driver.kernel_set_attribute);
   Find(handle, "cuLaunchKernelEx", &driver.launch_kernel_ex);
   driver.Check(driver.init(0), "cuInit");

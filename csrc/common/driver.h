@@ -23,6 +23,7 @@ struct Driver {
   decltype(&cuLibraryLoadData) library_load_data;
   decltype(&cuLibraryGetKernel) library_get_kernel;
   decltype(&cuKernelGetFunction) kernel_get_function;
+  decltype(&cuKernelGetAttribute) kernel_get_attribute;
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
   decltype(&cuLaunchKernelEx) launch_kernel_ex;
 

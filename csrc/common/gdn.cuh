@@ -159,6 +159,21 @@ __device__ __forceinline__ float dot(float4 x, float4 y, float sum) {
   return fmaf(x.w, y.w, sum);
 }
 
+// A lane's pieces of a row: g S + u k^T.
+template <int kLanes>
+__device__ __forceinline__ void update_row(float4 (&row)[kVectors<kLanes>],
+                                           const Keys<kLanes>& keys, float g, float u) {
+#pragma unroll
+  for (int i = 0; i < kVectors<kLanes>; ++i) {
+    const float4 k = unpack(keys.k[i]);
+    float4& x = row[i];
+    x.x = fmaf(u, k.x, g * x.x);
+    x.y = fmaf(u, k.y, g * x.y);
+    x.z = fmaf(u, k.z, g * x.z);
+    x.w = fmaf(u, k.w, g * x.w);
+  }
+}
+
 // Advances `kRows` rows per lane: S becomes the new state and `output` the output of each row, in
 // every lane of the row. Both dot products are of the old state, which spares a second sweep and a
 // second reduction: S' q = g * (S q) + u * (k q). All lanes of the warp take part.
@@ -194,15 +209,7 @@ __device__ __forceinline__ void step_rows(float4 (&S)[kRows][kVectors<kLanes>],
   for (int r = 0; r < kRows; ++r) {
     const float u = gates.beta * fmaf(-gates.g, S_k[r], to_float(v[r]));
     output[r] = scale * fmaf(gates.g, S_q[r], u * k_q);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const float4 k = unpack(keys.k[i]);
-      float4& x = S[r][i];
-      x.x = fmaf(u, k.x, gates.g * x.x);
-      x.y = fmaf(u, k.y, gates.g * x.y);
-      x.z = fmaf(u, k.z, gates.g * x.z);
-      x.w = fmaf(u, k.w, gates.g * x.w);
-    }
+    update_row<kLanes>(S[r], keys, gates.g, u);
   }
 }
 

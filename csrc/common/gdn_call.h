@@ -2,19 +2,13 @@
 // and memory that a call would write and read. Kernels are given what is filled in here.
 #pragma once
 
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
-
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 #include <vector>
 
 #include "common/tensor.h"
 
 namespace fastkernels::gdn {
-
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // The tensor arguments that both operators have; null where the call has None. `new_state` null:
 // the state is updated where it lies.
@@ -24,13 +18,6 @@ struct StateArguments {
   bool is_pool() const { return read_indices != nullptr; }
   bool is_updated() const { return new_state == nullptr; }
 };
-
-// A tensor argument, null for None; `is_kind` becomes false over anything else.
-inline const DLTensor* GetTensor(const tvm::ffi::AnyView& argument, bool* is_kind) {
-  if (auto tensor = argument.try_cast<DLTensor*>()) return *tensor;
-  *is_kind = *is_kind && argument.type_index() == tvm::ffi::TypeIndex::kTVMFFINone;
-  return nullptr;
-}
 
 // Fills the fields of `Params` that are about states and indices, if they are plainly legal for
 // `num_rows` rows; adds the index tensors to `given`.

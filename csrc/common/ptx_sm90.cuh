@@ -111,6 +111,56 @@ __device__ __forceinline__ void barrier_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// ---- clusters ("barrier.cluster", "mapa", "st.async") -------------------------------------------
+
+// "%cluster_ctarank": which block of its cluster this is.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// "barrier.cluster.arrive": what this thread wrote before is visible to those that wait. Threads
+// that have ended count as arrived.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// The same without that: a full fence of memory less.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// "barrier.cluster.wait": until all threads of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// "mapa": the address that a shared address of this block has in another one of the cluster.
+__device__ __forceinline__ uint32_t map_shared(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// "st.async", to such an address: the bytes count towards the phase of an mbarrier of the same
+// block, which must have started and must not have ended.
+__device__ __forceinline__ void store_async(uint32_t mapped, float2 x, uint32_t mapped_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+          "r"(mapped),
+      "f"(x.x), "f"(x.y), "r"(mapped_barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(uint32_t mapped, float4 x, uint32_t mapped_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(mapped),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mapped_barrier)
+      : "memory");
+}
+
 // ---- launches that overlap ("griddepcontrol") ---------------------------------------------------
 
 // "griddepcontrol.launch_dependents": the next kernel may start once every block has said so.
@@ -162,6 +212,12 @@ __device__ __forceinline__ uint2 load_constant(const uint2* pointer) {
 __device__ __forceinline__ uint32_t load_constant(const uint32_t* pointer) {
   uint32_t x;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(pointer));
+  return x;
+}
+
+__device__ __forceinline__ int32_t load_constant(const int32_t* pointer) {
+  int32_t x;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(pointer));
   return x;
 }
 
@@ -255,6 +311,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The same for what other blocks of the cluster have stored.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
       "}" ::"r"(barrier),
       "r"(parity)

@@ -4,12 +4,16 @@
 
 #include <dlpack/dlpack.h>
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 
 namespace fastkernels {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
@@ -18,6 +22,13 @@ constexpr DLDataType kInt64{kDLInt, 64, 1};
 
 inline bool Equal(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+// A tensor argument, null for None; `is_kind` becomes false over anything else.
+inline const DLTensor* GetTensor(const tvm::ffi::AnyView& argument, bool* is_kind) {
+  if (auto tensor = argument.try_cast<DLTensor*>()) return *tensor;
+  *is_kind = *is_kind && argument.type_index() == tvm::ffi::TypeIndex::kTVMFFINone;
+  return nullptr;
 }
 
 // A tensor argument with its address, and strides in elements (of axes of size 1: whatever they

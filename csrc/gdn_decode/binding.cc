@@ -39,8 +39,8 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
       b(call.b), output(call.output);
   if (q.ndim() != 4 || v.ndim() != 4) return false;
   const int64_t batch_size = v.size(0), num_q_heads = q.size(2), num_v_heads = v.size(2);
-  if (batch_size > gdn::kMaxInt32 || num_q_heads < 1 || num_v_heads < 1 ||
-      num_v_heads > gdn::kMaxInt32 / kHeadSize || num_v_heads % num_q_heads != 0) {
+  if (batch_size > kMaxInt32 || num_q_heads < 1 || num_v_heads < 1 ||
+      num_v_heads > kMaxInt32 / kHeadSize || num_v_heads % num_q_heads != 0) {
     return false;
   }
   if (!(q.Is(kBFloat16, {batch_size, 1, num_q_heads, kHeadSize}) && q.IsDense(1) &&
@@ -190,7 +190,7 @@ bool Decode(int64_t plan, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v, ffi::A
             ffi::AnyView read_indices, ffi::AnyView write_indices, ffi::AnyView output,
             ffi::AnyView new_state) {
   bool is_kind = true;
-  auto get = [&](const ffi::AnyView& argument) { return gdn::GetTensor(argument, &is_kind); };
+  auto get = [&](const ffi::AnyView& argument) { return GetTensor(argument, &is_kind); };
   const Call call{get(q),      get(k),
                   get(v),      get(A_log),
                   get(a),      get(dt_bias),

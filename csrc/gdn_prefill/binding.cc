@@ -2,7 +2,6 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +9,7 @@
 
 #include "common/cubin.h"
 #include "common/gdn_call.h"
+#include "common/scratch.h"
 #include "common/served.h"
 #include "common/tensor.h"
 #include "gdn_prefill/params.h"
@@ -40,8 +40,8 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
   if (q.ndim() != 3 || v.ndim() != 3 || cu_seqlens.ndim() != 1) return false;
   const int64_t num_tokens = v.size(0), num_seqs = cu_seqlens.size(0) - 1;
   const int64_t num_q_heads = q.size(1), num_v_heads = v.size(1);
-  if (num_tokens > gdn::kMaxInt32 - kChunk || num_seqs < 0 || num_seqs > gdn::kMaxInt32 - 1 ||
-      num_q_heads < 1 || num_v_heads < 1 || num_v_heads > gdn::kMaxInt32 / kHeadSize ||
+  if (num_tokens > kMaxInt32 - kChunk || num_seqs < 0 || num_seqs > kMaxInt32 - 1 ||
+      num_q_heads < 1 || num_v_heads < 1 || num_v_heads > kMaxInt32 / kHeadSize ||
       num_v_heads % num_q_heads != 0) {
     return false;
   }
@@ -75,7 +75,6 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
   p->b = b.pointer();
   p->cu_seqlens = cu_seqlens.pointer();
   p->output = output.pointer();
-  p->workspace = nullptr;
   p->q_stride_t = step(q);
   p->q_stride_h = q.stride(1);
   p->k_stride_t = step(k);
@@ -110,7 +109,7 @@ bool LayOut(const Plan& plan, const Params& p, Grid* grid) {
   const int64_t rows_per_block = plan.tile[0];
   const int64_t blocks =
       std::max<int64_t>(p.num_seqs, 1) * p.num_v_heads * (kHeadSize / rows_per_block);
-  if (blocks > gdn::kMaxInt32) return false;
+  if (blocks > kMaxInt32) return false;
   *grid = {static_cast<uint32_t>(blocks), 1, 1};
   return true;
 }
@@ -168,12 +167,6 @@ void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params
   Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
 }
 
-// Memory from the allocator that the tensors come from, in the order of the current stream.
-ffi::Tensor Allocate(int64_t bytes, DLDevice device) {
-  return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::Shape({bytes}),
-                                   DLDataType{kDLUInt, 8, 1}, device);
-}
-
 // False: nothing was launched. `plan.tile` is rows of V a block, and bytes of workspace for each
 // chunk of each head, 0 where the plan is one launch.
 bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
@@ -183,22 +176,10 @@ bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
   const DLDevice device_id = call.q->device;
   const int64_t entry_bytes = plan.tile[1];
   const int64_t entries = chunk_bound(p->num_tokens, p->num_seqs) * p->num_v_heads;
-  if (entry_bytes > 0 && entries > gdn::kMaxInt32) return false;
-  const int64_t bytes = entries * entry_bytes;
-  ffi::Optional<ffi::Tensor> allocated;  // until the launches are in the stream
-  if (bytes > 0) {
-    if (call.workspace == nullptr) {
-      allocated = Allocate(bytes, device_id);
-      p->workspace = (*allocated).data_ptr();
-    } else {
-      const View workspace(call.workspace);
-      if (!workspace.IsOn(device_id) || !workspace.IsAligned(256) ||
-          static_cast<int64_t>(workspace.end() - workspace.data()) < bytes) {
-        return false;
-      }
-      p->workspace = workspace.pointer();
-    }
-  }
+  if (entry_bytes > 0 && entries > kMaxInt32) return false;
+  Scratch scratch;
+  if (!scratch.Get(call.workspace, entries * entry_bytes, device_id)) return false;
+  p->workspace = scratch.pointer();
   const Device& device = Device::Get(device_id.device_id);
   auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device_id.device_id));
   ContextGuard guard(device);
@@ -236,7 +217,7 @@ bool Prefill(int64_t plan, ffi::AnyView q, ffi::AnyView k, ffi::AnyView v, ffi::
              ffi::AnyView write_indices, ffi::AnyView output, ffi::AnyView new_state,
              ffi::AnyView workspace) {
   bool is_kind = true;
-  auto get = [&](const ffi::AnyView& argument) { return gdn::GetTensor(argument, &is_kind); };
+  auto get = [&](const ffi::AnyView& argument) { return GetTensor(argument, &is_kind); };
   const Call call{
       get(q),         get(k),
       get(v),         get(A_log),

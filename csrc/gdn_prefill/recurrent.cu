@@ -98,15 +98,7 @@ __device__ __forceinline__ void step(float4 (&S)[kRows][kPieces], const Keys<kLa
     }
     const float u = gates.beta * fmaf(-gates.g, of_k, to_float(v[r]));
     output[r] = scale * fmaf(gates.g, of_q, u * k_q);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const float4 k = unpack(keys.k[i]);
-      float4& x = S[r][i];
-      x.x = fmaf(u, k.x, gates.g * x.x);
-      x.y = fmaf(u, k.y, gates.g * x.y);
-      x.z = fmaf(u, k.z, gates.g * x.z);
-      x.w = fmaf(u, k.w, gates.g * x.w);
-    }
+    update_row<kLanes>(S[r], keys, gates.g, u);
   }
 }
 

@@ -1,7 +1,8 @@
 // A CUDA block on a CPU: every thread is a fiber, and what needs several threads (shuffles, matrix
 // instructions, barriers) waits until they have come. Which warp runs next is drawn from a seed, so
-// that a missing barrier shows; asynchronous copies land at once in some blocks, in others when
-// they are waited for. One block runs at a time; x86-64 only.
+// that a missing barrier shows; asynchronous copies, and stores to other blocks of a cluster, land
+// at once in some blocks, in others when they are waited for. One block, or the blocks of one
+// cluster, run at a time; x86-64 only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,6 +15,8 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <memory>
 #include <random>
 #include <utility>
 #include <vector>
@@ -66,6 +69,8 @@ struct Thread {
   bool is_done = false;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  bool has_arrived = false;         // at the cluster's barrier, and has not waited yet
+  uint64_t cluster_generation = 0;  // in which it has
 };
 
 // All 32 lanes meet here; the last one to come does the work of all.
@@ -81,110 +86,174 @@ struct Barrier {
   uint64_t generation = 0;
 };
 
+// An mbarrier; `bytes` are those that have come beyond those expected.
+struct TransactionBarrier {
+  int64_t arrivals = 0, pending = 0, bytes = 0;
+  uint32_t phase = 0;
+};
+
 struct Block {
   dim3 grid, threads;
   uint3 index;
+  uint32_t rank;       // in its cluster
+  uint32_t alive = 0;  // threads that have not ended
   alignas(1024) unsigned char shared[kSharedBytes];
   std::vector<Thread> fibers;
   std::vector<Meeting> warps;
   Barrier barriers[16];
-  int count = 0;  // of __syncthreads_count
+  std::map<uint32_t, TransactionBarrier> mbarriers;  // by shared address
+  int count = 0;                                     // of __syncthreads_count
   Thread* current = nullptr;
+  bool lands_early = false;  // asynchronous copies: at once, or when they are waited for
+};
+
+// What runs: the blocks of a cluster.
+struct Machine {
+  std::vector<std::unique_ptr<Block>> blocks;
+  Block* current = nullptr;
+  Barrier barrier;                          // of the cluster
+  std::vector<std::function<void()>> sent;  // stores to other blocks, on their way
   void* scheduler = nullptr;
   bool has_progress = false;
-  bool lands_early = false;  // asynchronous copies: at once, or when they are waited for
   std::function<void()> kernel;
   std::mt19937 order;
 };
 
-inline Block& block() {
-  static Block* b = new Block();
-  return *b;
+inline Machine& machine() {
+  static Machine* m = new Machine();
+  return *m;
 }
 
-inline void Yield() {
-  Block& b = block();
-  emulator_switch(&b.current->stack_pointer, b.scheduler);
+inline Block& block() { return *machine().current; }
+
+inline void Yield() { emulator_switch(&block().current->stack_pointer, machine().scheduler); }
+
+// The cluster's barrier opens once all threads that have not ended have arrived.
+inline void OpenCluster() {
+  Machine& m = machine();
+  uint32_t alive = 0;
+  for (const auto& each : m.blocks) alive += each->alive;
+  if (m.barrier.arrived < alive || m.barrier.arrived == 0) return;
+  m.barrier.arrived = 0;
+  ++m.barrier.generation;
 }
 
 inline void Enter() {
-  block().kernel();
-  block().current->is_done = true;
-  block().has_progress = true;
+  machine().kernel();
+  Thread& t = *block().current;
+  if (t.has_arrived) Fail("a thread ended between arriving at the cluster's barrier and waiting");
+  bool is_copying = !t.open.empty();
+  for (const auto& group : t.groups) is_copying = is_copying || !group.empty();
+  if (is_copying) Fail("a thread ended with copies on their way");
+  t.is_done = true;
+  --block().alive;
+  OpenCluster();
+  machine().has_progress = true;
   Yield();
   Fail("a finished thread ran on");
 }
 
 inline uint32_t ThreadId() { return block().current->index.x; }
 
-// Runs the grid's blocks one after the other, in an order of its own.
-inline void Launch(dim3 grid, uint32_t threads, uint32_t seed, std::function<void()> kernel) {
-  Block& b = block();
-  b.grid = grid;
-  b.threads = dim3(threads);
-  b.kernel = std::move(kernel);
-  b.order.seed(seed);
+inline void Start(Block& b, uint32_t threads) {
+  // Shared memory starts as NaNs of every width.
+  std::memset(b.shared, 0xff, sizeof(b.shared));
+  b.warps.assign(threads / kWarp, Meeting());
+  for (Barrier& each : b.barriers) each = Barrier();
+  b.mbarriers.clear();
+  b.alive = threads;
   if (b.fibers.size() != threads) b.fibers = std::vector<Thread>(threads);
+  for (uint32_t i = 0; i < threads; ++i) {
+    Thread& t = b.fibers[i];
+    std::vector<unsigned char> stack = std::move(t.stack);
+    t = Thread();
+    t.index = {i, 0, 0};
+    t.stack = std::move(stack);
+    if (t.stack.empty()) t.stack.resize(kStackBytes);
+    auto top = reinterpret_cast<uintptr_t>(t.stack.data() + kStackBytes) & ~uintptr_t{15};
+    auto* words = reinterpret_cast<void**>(top) - 8;
+    for (int w = 0; w < 6; ++w) words[w] = nullptr;
+    words[6] = reinterpret_cast<void*>(&Enter);
+    words[7] = nullptr;
+    t.stack_pointer = words;
+  }
+}
+
+// Runs the grid's clusters of `cluster` blocks along x one after the other, in an order of its own.
+inline void Launch(dim3 grid, uint32_t threads, uint32_t cluster, uint32_t seed,
+                   std::function<void()> kernel) {
+  Machine& m = machine();
+  if (grid.x % cluster != 0) Fail("the grid is no multiple of the cluster");
+  m.kernel = std::move(kernel);
+  m.order.seed(seed);
+  while (m.blocks.size() < cluster) m.blocks.push_back(std::make_unique<Block>());
+  m.blocks.resize(cluster);
   std::vector<uint3> indices;
   for (uint32_t z = 0; z < grid.z; ++z)
     for (uint32_t y = 0; y < grid.y; ++y)
-      for (uint32_t x = 0; x < grid.x; ++x) indices.push_back({x, y, z});
-  std::shuffle(indices.begin(), indices.end(), b.order);
+      for (uint32_t x = 0; x < grid.x; x += cluster) indices.push_back({x, y, z});
+  std::shuffle(indices.begin(), indices.end(), m.order);
+  struct Warp {
+    uint32_t rank, number, slowness;
+  };
   for (const uint3& index : indices) {
-    b.index = index;
-    b.lands_early = b.order() % 2 == 0;
-    // Shared memory starts as NaNs of every width.
-    std::memset(b.shared, 0xff, sizeof(b.shared));
-    b.warps.assign(threads / kWarp, Meeting());
-    for (Barrier& each : b.barriers) each = Barrier();
-    for (uint32_t i = 0; i < threads; ++i) {
-      Thread& t = b.fibers[i];
-      t.index = {i, 0, 0};
-      t.is_done = false;
-      t.open.clear();
-      t.groups.clear();
-      if (t.stack.empty()) t.stack.resize(kStackBytes);
-      auto top = reinterpret_cast<uintptr_t>(t.stack.data() + kStackBytes) & ~uintptr_t{15};
-      auto* words = reinterpret_cast<void**>(top) - 8;
-      for (int w = 0; w < 6; ++w) words[w] = nullptr;
-      words[6] = reinterpret_cast<void*>(&Enter);
-      words[7] = nullptr;
-      t.stack_pointer = words;
-    }
-    std::vector<uint32_t> warps(threads / kWarp), slowness(threads / kWarp);
-    // Some warps hardly run before they must: any, or those of the lower or of the upper half.
-    const uint32_t manner = b.order() % 3;
-    for (uint32_t w = 0; w < warps.size(); ++w) {
-      warps[w] = w;
-      const bool is_slow =
-          manner == 0 ? b.order() % 2 == 0 : (2 * w < warps.size()) == (manner == 1);
-      slowness[w] = is_slow ? 1024 : 1;
+    m.barrier = Barrier();
+    std::vector<Warp> warps;
+    for (uint32_t rank = 0; rank < cluster; ++rank) {
+      Block& b = *m.blocks[rank];
+      b.grid = grid;
+      b.threads = dim3(threads);
+      b.index = {index.x + rank, index.y, index.z};
+      b.rank = rank;
+      b.lands_early = m.order() % 2 == 0;
+      Start(b, threads);
+      // Some warps hardly run before they must: any, or those of the lower or of the upper half;
+      // in a cluster some blocks, too.
+      const uint32_t manner = m.order() % 3;
+      const uint32_t late = cluster > 1 && m.order() % 4 == 0 ? 64 : 1;
+      for (uint32_t w = 0; w < threads / kWarp; ++w) {
+        const bool is_slow =
+            manner == 0 ? m.order() % 2 == 0 : (2 * w < threads / kWarp) == (manner == 1);
+        warps.push_back({rank, w, late * (is_slow ? 1024 : 1)});
+      }
     }
     for (bool is_running = true; is_running;) {
-      const bool must_run = !b.has_progress;
+      const bool must_run = !m.has_progress;
       is_running = false;
-      b.has_progress = false;
-      std::shuffle(warps.begin(), warps.end(), b.order);
-      for (uint32_t w : warps) {
-        if (!must_run && b.order() % slowness[w] != 0) {
+      m.has_progress = false;
+      // Stores to other blocks land in any order, at the latest when nothing else is left to do.
+      while (!m.sent.empty() && (must_run || m.order() % 4 == 0)) {
+        std::swap(m.sent[m.order() % m.sent.size()], m.sent.back());
+        const std::function<void()> land = std::move(m.sent.back());
+        m.sent.pop_back();
+        land();
+        m.has_progress = true;
+      }
+      std::shuffle(warps.begin(), warps.end(), m.order);
+      for (const Warp& warp : warps) {
+        m.current = m.blocks[warp.rank].get();
+        if (m.current->alive == 0) continue;
+        if (!must_run && m.order() % warp.slowness != 0) {
           is_running = true;
           continue;
         }
         // A warp runs on while it gets anywhere, for a number of rounds that differs.
-        for (uint32_t round = 1 + b.order() % 8; round > 0; --round) {
+        for (uint32_t round = 1 + m.order() % 8; round > 0; --round) {
           for (uint32_t lane = 0; lane < kWarp; ++lane) {
-            Thread& t = b.fibers[w * kWarp + lane];
+            Thread& t = m.current->fibers[warp.number * kWarp + lane];
             if (t.is_done) continue;
             is_running = true;
-            b.current = &t;
-            emulator_switch(&b.scheduler, t.stack_pointer);
+            m.current->current = &t;
+            emulator_switch(&m.scheduler, t.stack_pointer);
           }
         }
       }
-      if (is_running && must_run && !b.has_progress) Fail("deadlock");
+      if (is_running && must_run && !m.has_progress) Fail("deadlock");
     }
-    for (const Barrier& each : b.barriers)
-      if (each.arrived != 0) Fail("a block ended with threads at a barrier");
+    if (!m.sent.empty()) Fail("a cluster ended with stores on their way");
+    for (const auto& b : m.blocks)
+      for (const Barrier& each : b->barriers)
+        if (each.arrived != 0) Fail("a block ended with threads at a barrier");
   }
 }
 
@@ -197,7 +266,7 @@ void Together(const char* what, T& operand, F work) {
   if (m.arrived == 0) m.what = what;
   if (std::strcmp(m.what, what) != 0) Fail("lanes of a warp meet at different instructions");
   m.operands[id % kWarp] = &operand;
-  b.has_progress = true;
+  machine().has_progress = true;
   if (++m.arrived == kWarp) {
     T* lanes[kWarp];
     for (int i = 0; i < kWarp; ++i) lanes[i] = static_cast<T*>(m.operands[i]);
@@ -214,7 +283,7 @@ inline void Arrive(uint32_t id, uint32_t threads, bool waits) {
   Barrier& barrier = b.barriers[id];
   if (barrier.arrived == 0) barrier.expected = threads;
   if (barrier.expected != threads) Fail("threads expect different numbers at a barrier");
-  b.has_progress = true;
+  machine().has_progress = true;
   const uint64_t generation = barrier.generation;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
@@ -225,10 +294,74 @@ inline void Arrive(uint32_t id, uint32_t threads, bool waits) {
 }
 
 template <typename T>
-T* Shared(uint32_t address, size_t alignment) {
+T* SharedOf(Block& b, uint32_t address, size_t alignment) {
   if (address % alignment != 0) Fail("misaligned shared address");
   if (address + alignment > kSharedBytes) Fail("shared address out of bounds");
-  return reinterpret_cast<T*>(block().shared + address);
+  return reinterpret_cast<T*>(b.shared + address);
+}
+
+template <typename T>
+T* Shared(uint32_t address, size_t alignment) {
+  return SharedOf<T>(block(), address, alignment);
+}
+
+// Addresses in another block's shared memory carry its rank above these bits.
+constexpr uint32_t kRankShift = 20;
+
+inline void ArriveAtCluster() {
+  Machine& m = machine();
+  Thread& t = *block().current;
+  if (t.has_arrived) Fail("a thread arrived at the cluster's barrier twice");
+  t.has_arrived = true;
+  t.cluster_generation = m.barrier.generation;
+  ++m.barrier.arrived;
+  m.has_progress = true;
+  OpenCluster();
+}
+
+inline void WaitForCluster() {
+  Thread& t = *block().current;
+  if (!t.has_arrived) Fail("a thread waits at the cluster's barrier without having arrived");
+  while (machine().barrier.generation == t.cluster_generation) Yield();
+  t.has_arrived = false;
+}
+
+// An mbarrier's phase ends when all have arrived and all expected bytes have come.
+inline void Settle(TransactionBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.arrivals;
+  ++barrier.phase;
+  machine().has_progress = true;
+}
+
+inline TransactionBarrier& FindBarrier(Block& b, uint32_t address) {
+  const auto found = b.mbarriers.find(address);
+  if (found == b.mbarriers.end()) Fail("an mbarrier that was not initialised");
+  return found->second;
+}
+
+// A store to a block of the cluster; all of them have started once the cluster's barrier has
+// opened.
+template <typename T>
+void Send(uint32_t mapped, T value, uint32_t mapped_barrier) {
+  Machine& m = machine();
+  if (mapped >> kRankShift != mapped_barrier >> kRankShift) Fail("an mbarrier of another block");
+  Block& to = *m.blocks[mapped >> kRankShift];
+  constexpr uint32_t kMask = (1u << kRankShift) - 1;
+  const uint32_t address = mapped & kMask, barrier = mapped_barrier & kMask;
+  if (m.barrier.generation == 0) Fail("a store to a block that may not have started");
+  auto land = [&to, address, barrier, value] {
+    if (to.alive == 0) Fail("a store to a block that has ended");
+    std::memcpy(SharedOf<void>(to, address, sizeof(T)), &value, sizeof(T));
+    TransactionBarrier& found = FindBarrier(to, barrier);
+    found.bytes += sizeof(T);
+    Settle(found);
+  };
+  if (block().lands_early) {
+    land();
+  } else {
+    m.sent.push_back(land);
+  }
 }
 
 inline void Copy::land() const {
@@ -239,9 +372,11 @@ inline void Copy::land() const {
 
 }  // namespace emulator
 
+#undef __cluster_dims__
 #undef __launch_bounds__
 #undef __noinline__
 #undef __grid_constant__
+#define __cluster_dims__(...)
 #define __launch_bounds__(...)
 #define __noinline__
 #define __grid_constant__
@@ -297,6 +432,18 @@ template <typename T>
 T __shfl_sync(unsigned, T x, int source) {
   return emulator_shuffle("shfl.idx", x, [source](int) { return source & 31; });
 }
+
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+  unsigned operand = predicate;
+  emulator::Together("vote.ballot", operand, [](unsigned** lanes) {
+    unsigned bits = 0;
+    for (int i = 0; i < emulator::kWarp; ++i) bits |= *lanes[i] << i;
+    for (int i = 0; i < emulator::kWarp; ++i) *lanes[i] = bits;
+  });
+  return operand;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline int atomicMin(int* address, int value) {
   const int before = *address;

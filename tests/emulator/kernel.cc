@@ -1,5 +1,6 @@
 // A kernel, -DEMULATED_SOURCE and -DEMULATED_KERNEL (with its namespace), as a function that runs
-// it block by block. A launcher of the Python side gives it the operator's Params.
+// it block by block, or cluster by cluster where the kernel has a knob of that name. A launcher of
+// the Python side gives it the operator's Params.
 #include "cuda_block.h"
 
 using std::isfinite;
@@ -9,8 +10,12 @@ using std::min;
 
 #include EMULATED_SOURCE
 
+#ifndef FK_CLUSTER
+#define FK_CLUSTER 1
+#endif
+
 extern "C" void emulate(const EMULATED_NAMESPACE::Params* p, uint32_t blocks, uint32_t threads,
                         uint32_t seed) {
-  emulator::Launch(dim3(blocks, 1, 1), threads, seed,
+  emulator::Launch(dim3(blocks, 1, 1), threads, FK_CLUSTER, seed,
                    [p] { EMULATED_NAMESPACE::EMULATED_KERNEL(*p); });
 }

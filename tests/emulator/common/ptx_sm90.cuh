@@ -150,6 +150,43 @@ inline void store_matrices_transposed(uint32_t address, const uint32_t (&x)[4]) 
 
 inline void barrier_sync(uint32_t id, uint32_t threads) { emulator::Arrive(id, threads, true); }
 inline void barrier_arrive(uint32_t id, uint32_t threads) { emulator::Arrive(id, threads, false); }
+inline uint32_t cluster_rank() { return emulator::block().rank; }
+inline void cluster_arrive() { emulator::ArriveAtCluster(); }
+inline void cluster_arrive_relaxed() { emulator::ArriveAtCluster(); }
+inline void cluster_wait() { emulator::WaitForCluster(); }
+
+inline uint32_t map_shared(uint32_t address, uint32_t rank) {
+  if (rank >= emulator::machine().blocks.size()) emulator::Fail("no such block in the cluster");
+  return address | rank << emulator::kRankShift;
+}
+
+inline void store_async(uint32_t mapped, float2 x, uint32_t mapped_barrier) {
+  emulator::Send(mapped, x, mapped_barrier);
+}
+
+inline void store_async(uint32_t mapped, float4 x, uint32_t mapped_barrier) {
+  emulator::Send(mapped, x, mapped_barrier);
+}
+
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  emulator::block().mbarriers[barrier] = {arrivals, arrivals, 0, 0};
+}
+
+inline void fence_mbarrier_init() {}
+
+inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  emulator::TransactionBarrier& found = emulator::FindBarrier(emulator::block(), barrier);
+  if (found.pending == 0) emulator::Fail("more arrivals at an mbarrier than it counts");
+  found.bytes -= bytes;
+  --found.pending;
+  emulator::Settle(found);
+}
+
+inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  emulator::TransactionBarrier& found = emulator::FindBarrier(emulator::block(), barrier);
+  while ((found.phase & 1) == (parity & 1)) emulator::Yield();
+}
+
 inline void launch_dependents() {}
 inline void wait_for_dependency() {}
 
