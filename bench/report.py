@@ -2,6 +2,7 @@
 """A result file as a Markdown table and as a plot of latency over one axis.
 
     python bench/report.py bench/results/h200/gdn_decode.json --plot gdn_decode.svg
+    python bench/report.py bench/results/h200/dsa_sparse_attention.json --only serving-local
 
 Needs no GPU and no torch; the plot needs matplotlib (fastkernels[bench]).
 """
@@ -153,9 +154,15 @@ def plot(data: Mapping[str, Any], axis: str, path: Path) -> None:
 @click.option("--axis", default="", help="Default: the one with most sizes.")
 @click.option("--plot", "image", default=None, type=click.Path(path_type=Path), help="SVG or PNG.")
 @click.option("--out", default=None, type=click.Path(path_type=Path), help="Markdown; else stdout.")
-def main(result: Path, axis: str, image: Path | None, out: Path | None) -> None:
+@click.option(
+    "--only", default="", help="Rows whose list and id have this in them; ratios are of all rows."
+)
+def main(result: Path, axis: str, image: Path | None, out: Path | None, only: str) -> None:
     """Report RESULT, a file that bench/run.py wrote for a GPU."""
     data = json.loads(result.read_text())
+    data["rows"] = [row for row in data["rows"] if only in f"{row['list']} {row['id']}"]
+    if not data["rows"]:
+        raise click.UsageError(f"no row of {result} has {only!r} in its list and id")
     chosen = axis or _varying(data["rows"])
     text = markdown(data, chosen)
     if out is None:

@@ -105,11 +105,59 @@ def _size(row: Row) -> tuple[int, int]:
     return row["axes"]["total_seq_len"], row["axes"]["num_seqs"]
 
 
+# ---- dsa_sparse_attention -----------------------------------------------------------------------
+
+# Tokens to microseconds: contest rows up to so many; serving rows, all of whose indices are valid.
+CONTEST_TOKENS_US = {2: 3.8, 8: 5.5}
+FULL_US = {
+    "local": {8: 9.0, 32: 26.0, 128: 80.0, 512: 230.0, 4096: 1600.0},
+    "uniform": {8: 9.0, 32: 26.0, 128: 80.0, 512: 300.0, 4096: 2150.0},
+}
+
+
+def dsa_sparse_attention(rows: Sequence[Row]) -> Iterator[Target]:
+    contest = [row for row in rows if row["list"] == "contest"]
+    serving = [row for row in rows if row["list"] == "serving"]
+    for row in contest + serving:
+        limit = attention_us(row)
+        if limit is not None:
+            tokens, valid = row["axes"]["num_tokens"], row["work"]["valid"]
+            name = f"us of {tokens} tokens, {valid} valid ({row['id'][:21]})"
+            yield Target(name, row["us"]["median"], limit)
+    if _has_peers(contest):
+        best = ratios(contest, BEST)
+        yield Target("contest, mean of ratios to the best", best["mean_of_ratios"], 2.7, True)
+        yield Target("contest, worst ratio", best["worst"], 1.0, True)
+    if _has_peers(contest, "flashmla"):
+        mean = ratios(contest, "flashmla")["mean_of_ratios"]
+        yield Target("contest, mean of ratios to flashmla", mean, 20.0, True)
+    if _has_peers(serving):
+        worst = ratios(serving, BEST)["worst"]
+        yield Target("serving, worst ratio to the best", worst, 1.05, True)
+
+
+def attention_us(row: Row) -> float | None:
+    """What a row may take; None where nothing was asked."""
+    tokens: int = row["axes"]["num_tokens"]
+    if row["list"] == "contest":
+        return next((us for most, us in CONTEST_TOKENS_US.items() if tokens <= most), None)
+    for law, limits in FULL_US.items():
+        if row["id"] == f"serving-{law}-t{tokens}":
+            return limits.get(tokens)
+    return None
+
+
+# ---- every operator -----------------------------------------------------------------------------
+
+
 def _has_peers(rows: Sequence[Row], name: str = BEST) -> bool:
     return any(peer_us(row, name, "sum_us") for row in rows)
 
 
-OPERATORS: dict[str, Callable[[Sequence[Row]], Iterator[Target]]] = {"gdn_prefill": gdn_prefill}
+OPERATORS: dict[str, Callable[[Sequence[Row]], Iterator[Target]]] = {
+    "dsa_sparse_attention": dsa_sparse_attention,
+    "gdn_prefill": gdn_prefill,
+}
 
 
 @click.command()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ class Call:
 @dataclass(frozen=True)
 class Peer:
     """One adapter. `modes`: ours to what the call is named there. `bind(inputs, mode)` gives the
-    call; whatever it prepares (layouts, index tensors, outputs) is not timed. `adapted` says what
-    of the inputs it changed beforehand, or "none"."""
+    call; whatever it prepares (layouts, index tensors, outputs) is not timed; it raises over inputs
+    that the peer cannot serve. `adapted` says what of the inputs it changed beforehand, or "none".
+    `module`, where it has no `__version__`, is of the version of the distribution `package`."""
 
     name: str
     package: str
@@ -72,7 +75,7 @@ def load(op: str, names: Sequence[str]) -> Found:
             continue
         peer = known[name]
         try:
-            version = importlib.import_module(peer.module).__version__
+            version = _version(importlib.import_module(peer.module), peer.package)
         except Exception as error:  # whatever a foreign package raises while it is imported
             found.left_out[name] = describe(error)
             continue
@@ -81,3 +84,8 @@ def load(op: str, names: Sequence[str]) -> Found:
         else:
             found.peers.append(peer)
     return found
+
+
+def _version(module: ModuleType, package: str) -> str:
+    """Part of a distribution, as a submodule is, need not say its version itself."""
+    return getattr(module, "__version__", None) or metadata.version(package)

@@ -71,6 +71,12 @@ class Case:
     def num_rows(self) -> int:
         return self.num_pages * self.page_size
 
+    @property
+    def num_valid(self) -> tuple[int, ...]:
+        """Valid indices of each token."""
+        full = self.topk if self.law == "repeated" else min(self.topk, self.num_rows)
+        return self.valid or (full,) * self.num_tokens
+
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     """Inputs of a case, drawn on the CPU in the definition's order, then moved to `device`."""
@@ -141,10 +147,8 @@ def _poison(ckv: torch.Tensor, kpe: torch.Tensor, indices: torch.Tensor) -> None
 
 def _draw_indices(case: Case, rng: torch.Generator) -> torch.Tensor:
     indices = torch.full((case.num_tokens, case.topk), -1, dtype=torch.int32)
-    full = case.topk if case.law == "repeated" else min(case.topk, case.num_rows)
-    valid = case.valid or (full,) * case.num_tokens
     context = distinct(case.num_pages, min(LOCAL_PAGES, case.num_pages), rng)
-    for token, count in enumerate(valid):
+    for token, count in enumerate(case.num_valid):
         if case.padding == "outside":
             outside = (-2, INT32.min, INT32.max, case.num_rows, case.num_rows + 5, -1)
             repeats = -(-case.topk // len(outside))
@@ -247,7 +251,7 @@ SERVING = tuple(
 )
 
 
-def gap_cases(table: Table | None, seed: int) -> list[Case]:
+def gap_cases(table: Table | None, seed: int = 0) -> list[Case]:
     """Token and page counts around every regime boundary, and one token count between any two."""
     rng = random.Random(seed)
     tokens = gap_values(table, "num_tokens", at_least=1)

@@ -2,8 +2,8 @@
 call on them must give, bytes.
 
 `Generic` serves any operator, drawn and judged on the CPU. One with a module here has ways of its
-own: gdn_decode and gdn_prefill draw and compute their results on the device, moe_fp8_block_scale
-keeps its weights.
+own: gdn_decode, gdn_prefill and dsa_sparse_attention draw and compute their results on the device,
+moe_fp8_block_scale keeps its weights.
 """
 
 from __future__ import annotations

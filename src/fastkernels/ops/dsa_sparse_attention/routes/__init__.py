@@ -1,5 +1,5 @@
 """Routes of dsa_sparse_attention, the safe one last."""
 
-from fastkernels.ops.dsa_sparse_attention.routes import torch_gather
+from fastkernels.ops.dsa_sparse_attention.routes import library, torch_gather
 
-ROUTES = (torch_gather.ROUTE,)
+ROUTES = (*library.ROUTES, torch_gather.ROUTE)
