@@ -148,10 +148,11 @@ struct Attention {
     }
   }
 
-  // By the factor of each head.
+  // By the factor of each head; mostly all are 1.
   __device__ __forceinline__ void scale(const Shared& shared) {
     const uint32_t head = threadIdx.x % 32 / 4;
     const float low = shared.factors[head], high = shared.factors[head + 8];
+    if (__ballot_sync(0xffffffffu, low != 1.0f || high != 1.0f) == 0) return;
 #pragma unroll
     for (auto& tile : output) {
       tile[0] *= low;

@@ -39,14 +39,15 @@ struct Call {
   const DLTensor *output, *lse, *workspace;
 };
 
-// Where rows are evenly spaced across pages, too, the stride of a row says all.
+// Where rows are evenly spaced across pages, too, the stride of a row says all; see kEvenRows.
 struct Rows {
   int64_t stride_page, stride_row;
   bool is_even;
 
   explicit Rows(const View& cache) : stride_page(cache.stride(0)), stride_row(cache.stride(1)) {
     if (cache.size(1) == 1) stride_row = stride_page;
-    is_even = cache.size(0) <= 1 || stride_page == cache.size(1) * stride_row;
+    is_even = (cache.size(0) <= 1 || stride_page == cache.size(1) * stride_row) &&
+              stride_row <= kMaxInt32;
   }
 };
 
@@ -107,7 +108,7 @@ bool Prepare(const Call& call, bool is_checked, Params* p, bool* is_aligned) {
   p->num_tokens = static_cast<int32_t>(num_tokens);
   p->num_heads = static_cast<int32_t>(num_heads);
   p->topk = static_cast<int32_t>(topk);
-  p->page_size = static_cast<int32_t>(of_ckv.is_even && of_kpe.is_even ? kMaxInt32 : page_size);
+  p->page_size = of_ckv.is_even && of_kpe.is_even ? kEvenRows : static_cast<int32_t>(page_size);
   p->num_rows = static_cast<int32_t>(std::min(num_pages * page_size, kMaxInt32));
   p->scale_log2 = static_cast<float>(call.sm_scale / std::log(2.0));
   p->lse_scale = static_cast<float>(call.lse_scale);

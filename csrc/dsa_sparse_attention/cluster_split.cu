@@ -59,9 +59,13 @@ static_assert(FK_THREADS == kThreads && FK_SHARED_BYTES == kShared + sizeof(Shar
 
 __device__ __forceinline__ void copy_slab(const Params& p, const int32_t* list, int32_t slab,
                                           int32_t count) {
-  if (slab * FK_SLAB < count) {
-    copy_keys<FK_SLAB, FK_ALIGNED>(p, ptx::dynamic_shared() + slab % FK_STAGES * kSlabBytes, list,
-                                   slab * FK_SLAB, count);
+  const int32_t left = count - slab * FK_SLAB;
+  unsigned char* to = ptx::dynamic_shared() + slab % FK_STAGES * kSlabBytes;
+  list += slab * FK_SLAB;
+  if (left >= FK_SLAB && p.page_size == kEvenRows) {
+    copy_all_keys<FK_SLAB, FK_ALIGNED>(p, to, list);
+  } else {
+    copy_some_keys<FK_SLAB, FK_ALIGNED>(p, to, list, left);
   }
   ptx::copy_commit();
 }

@@ -119,47 +119,68 @@ struct Entries {
   }
 };
 
-// A call, not inlined: kept out of the straight line of code.
-static __device__ __noinline__ int64_t find_row_in_page(int32_t index, int32_t page_size,
-                                                        int64_t stride_page, int64_t stride_row) {
-  return index / page_size * stride_page + index % page_size * stride_row;
+// Where a row of a cache starts.
+struct Cache {
+  const uint16_t* base;
+  int64_t stride_page, stride_row;
+
+  // Of evenly spaced rows: one instruction.
+  __device__ __forceinline__ const uint16_t* even_row(uint32_t index) const {
+    const uint64_t offset = uint64_t{index} * static_cast<uint32_t>(2 * stride_row);
+    return reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(base) + offset);
+  }
+
+  __device__ __forceinline__ const uint16_t* row(const Params& p, int32_t index) const {
+    if (p.page_size == kEvenRows) return even_row(index);
+    return base + index / p.page_size * stride_page + index % p.page_size * stride_row;
+  }
+};
+
+__device__ __forceinline__ Cache get_ckv(const Params& p) {
+  return {static_cast<const uint16_t*>(p.ckv), p.ckv_stride_page, p.ckv_stride_row};
 }
 
-// Where a row of a cache starts, in elements.
-__device__ __forceinline__ int64_t find_row(const Params& p, int32_t index, int64_t stride_page,
-                                            int64_t stride_row) {
-  if (p.page_size == kEvenRows) return static_cast<uint32_t>(index) * stride_row;
-  return find_row_in_page(index, p.page_size, stride_page, stride_row);
+__device__ __forceinline__ Cache get_kpe(const Params& p) {
+  return {static_cast<const uint16_t*>(p.kpe), p.kpe_stride_page, p.kpe_stride_row};
 }
 
-// Keys `first` to `first + kKeys` of the list into a slab; zeros for those from `count` on, but
-// only up to a multiple of 16, of which none is read.
+// Keys of the list from `first` on, of which there are enough, into a slab; rows evenly spaced.
 template <int kKeys, bool kAligned>
-__device__ __forceinline__ void copy_keys(const Params& p, unsigned char* slab, const int32_t* list,
-                                          int32_t first, int32_t count) {
-  const int32_t warp = threadIdx.x / 32;
-  const int32_t left = count - first, end = min(kKeys, (left + 15) / 16 * 16);
-  const auto* ckv = static_cast<const uint16_t*>(p.ckv);
-  const auto* kpe = static_cast<const uint16_t*>(p.kpe);
-  list += first;
+__device__ __forceinline__ void copy_all_keys(const Params& p, unsigned char* slab,
+                                              const int32_t* list) {
+  const uint32_t warp = threadIdx.x / 32;
 #pragma unroll
-  for (int32_t i = 0; i < kKeys; i += kWarps) {
-    const int32_t row = i + warp;
-    if (row >= end) break;
-    const bool is_there = row < left;
-    const int32_t index = is_there ? list[row] : 0;
-    copy_ckv<kAligned>(slab, row, ckv + find_row(p, index, p.ckv_stride_page, p.ckv_stride_row),
-                       is_there);
+  for (uint32_t i = 0; i < kKeys; i += kWarps) {
+    const uint32_t row = i + warp;
+    copy_ckv<kAligned>(slab, row, get_ckv(p).even_row(list[row]), true);
   }
 #pragma unroll
-  for (int32_t i = 0; i < kKeys; i += kThreads / kKpePieces) {
-    const int32_t row = i + threadIdx.x / kKpePieces;
-    const uint32_t piece = threadIdx.x % kKpePieces;
-    if (row >= end) break;
+  for (uint32_t i = 0; i < kKeys; i += kThreads / kKpePieces) {
+    const uint32_t row = i + threadIdx.x / kKpePieces, piece = threadIdx.x % kKpePieces;
+    copy_piece<kAligned>(slab + place(row, kCkvPieces + piece),
+                         get_kpe(p).even_row(list[row]) + 8 * piece, true);
+  }
+}
+
+// `left` keys at most; zeros for those beyond, but only up to a multiple of 16, of which none is
+// read.
+template <int kKeys, bool kAligned>
+__device__ __forceinline__ void copy_some_keys(const Params& p, unsigned char* slab,
+                                               const int32_t* list, int32_t left) {
+  const int32_t warp = threadIdx.x / 32, end = min(kKeys, (left + 15) / 16 * 16);
+#pragma unroll 1
+  for (int32_t row = warp; row < end; row += kWarps) {
     const bool is_there = row < left;
     const int32_t index = is_there ? list[row] : 0;
-    const uint16_t* from = kpe + find_row(p, index, p.kpe_stride_page, p.kpe_stride_row);
-    copy_piece<kAligned>(slab + place(row, kCkvPieces + piece), from + 8 * piece, is_there);
+    copy_ckv<kAligned>(slab, row, get_ckv(p).row(p, index), is_there);
+  }
+  const uint32_t piece = threadIdx.x % kKpePieces;
+#pragma unroll 1
+  for (int32_t row = threadIdx.x / kKpePieces; row < end; row += kThreads / kKpePieces) {
+    const bool is_there = row < left;
+    const int32_t index = is_there ? list[row] : 0;
+    copy_piece<kAligned>(slab + place(row, kCkvPieces + piece),
+                         get_kpe(p).row(p, index) + 8 * piece, is_there);
   }
 }
 

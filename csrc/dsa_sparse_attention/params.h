@@ -9,7 +9,9 @@ namespace fastkernels::dsa_sparse_attention {
 constexpr int kCkv = 512;  // width of a cache row that is key and value
 constexpr int kKpe = 64;   // width of its positional part
 constexpr int kMaxTopk = 2048;
-constexpr int32_t kEvenRows = 0x7fffffff;  // instead of a page size
+// Instead of a page size, where rows of both caches are evenly spaced across pages, too, and less
+// than 2^31 elements apart.
+constexpr int32_t kEvenRows = 0x7fffffff;
 
 // Strides count elements.
 struct Params {
@@ -31,7 +33,7 @@ struct Params {
   int32_t num_tokens;
   int32_t num_heads;
   int32_t topk;       // at most kMaxTopk
-  int32_t page_size;  // kEvenRows where rows of both caches are evenly spaced across pages
+  int32_t page_size;  // or kEvenRows
   int32_t num_rows;   // indices from here on are padding
   float scale_log2;   // sm_scale * log2(e)
   float lse_scale;    // 1 for base 2, ln(2) for base e
