@@ -61,7 +61,8 @@ bool Prepare(const Call& call, bool is_checked, Params* p, bool* is_aligned) {
   const int64_t num_tokens = q_nope.size(0), num_heads = q_nope.size(1), topk = indices.size(1);
   const int64_t num_pages = ckv.size(0), page_size = ckv.size(1);
   if (num_tokens > kMaxInt32 || num_heads < 1 || num_heads > kMaxInt32 || topk < 1 ||
-      topk > kMaxTopk || page_size < 1 || page_size > kMaxInt32 || num_pages > kMaxInt32) {
+      topk > kMaxTopk || page_size < 1 || page_size > kMaxInt32 || num_pages > kMaxInt32 ||
+      num_pages * page_size > kMaxInt32) {
     return false;
   }
   if (!(q_nope.Is(kBFloat16, {num_tokens, num_heads, kCkv}) && q_nope.IsDense(1) &&
@@ -109,7 +110,7 @@ bool Prepare(const Call& call, bool is_checked, Params* p, bool* is_aligned) {
   p->num_heads = static_cast<int32_t>(num_heads);
   p->topk = static_cast<int32_t>(topk);
   p->page_size = of_ckv.is_even && of_kpe.is_even ? kEvenRows : static_cast<int32_t>(page_size);
-  p->num_rows = static_cast<int32_t>(std::min(num_pages * page_size, kMaxInt32));
+  p->num_rows = static_cast<int32_t>(num_pages * page_size);
   p->scale_log2 = static_cast<float>(call.sm_scale / std::log(2.0));
   p->lse_scale = static_cast<float>(call.lse_scale);
   *is_aligned = true;

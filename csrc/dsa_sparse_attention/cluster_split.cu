@@ -38,14 +38,14 @@ using Heads = Attention<FK_SLAB>;
 // 8 columns; and of each head maximum and sum.
 struct Received {
   float output[kHeads * kCkv];
-  float2 states[FK_CLUSTER][kHeads];
+  float2 states[kHeads][FK_CLUSTER];
 };
 
 struct alignas(16) Shared {
   unsigned char queries[kHeads * kRowBytes];
   Heads::Shared heads;
-  float weights[FK_CLUSTER][kHeads];
-  uint64_t has_all;  // the mbarrier of what is received
+  float weights[kHeads][FK_CLUSTER + 1];  // a pitch that puts heads into different banks
+  uint64_t has_all;                       // the mbarrier of what is received
   int32_t counts[kWarps];
   int32_t list[kListed];
 };
@@ -94,13 +94,14 @@ __device__ __forceinline__ void attend(const Params& p, int32_t count, Shared* s
   }
 }
 
-// The output of a block that had all keys.
+// The output of a block that had all `count` keys.
 __device__ __forceinline__ void store_all(const Params& p, int64_t token, int32_t first_head,
-                                          Shared* shared, Heads* heads) {
+                                          int32_t count, Shared* shared, Heads* heads) {
   __syncthreads();  // factors of the last slab have been read
   if (threadIdx.x % 16 == 0) {
     const int32_t head = threadIdx.x / 16;
-    shared->heads.factors[head] = heads->sum == 0.0f ? 0.0f : 1.0f / heads->sum;
+    // Where all logits are -inf the sum is 0, and the output NaN, as the softmax is.
+    shared->heads.factors[head] = count == 0 ? 0.0f : ptx::reciprocal(heads->sum);
     store_lse(p, token, first_head + head, heads->maximum, heads->sum);
   }
   __syncthreads();
@@ -149,7 +150,7 @@ __device__ __forceinline__ void send(uint32_t rank, uint32_t share_log2, const S
   }
   const uint32_t head = threadIdx.x / 16, receiver = threadIdx.x % 16;
   if (receiver >> share_log2 == 0) {
-    const uint32_t to = ptx::shared_address(&received->states[rank][head]);
+    const uint32_t to = ptx::shared_address(&received->states[head][rank]);
     ptx::store_async(ptx::map_shared(to, receiver), make_float2(heads.maximum, heads.sum),
                      ptx::map_shared(barrier, receiver));
   }
@@ -163,7 +164,7 @@ __device__ __forceinline__ void combine(const Params& p, int64_t token, int32_t 
   {
     const uint32_t head = threadIdx.x / 16, sender = threadIdx.x % 16;
     const float2 state =
-        sender < share ? received->states[sender][head] : make_float2(-INFINITY, 0.0f);
+        sender < share ? received->states[head][sender] : make_float2(-INFINITY, 0.0f);
     float maximum = state.x;
 #pragma unroll
     for (int distance = 8; distance > 0; distance /= 2) {
@@ -176,7 +177,8 @@ __device__ __forceinline__ void combine(const Params& p, int64_t token, int32_t 
     for (int distance = 8; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    if (sender < share) shared->weights[sender][head] = sum == 0.0f ? 0.0f : factor / sum;
+    // Where all logits are -inf the sum is 0, and the output NaN, as the softmax is.
+    if (sender < share) shared->weights[head][sender] = factor * ptx::reciprocal(sum);
     if (rank == 0 && sender == 0) store_lse(p, token, first_head + head, maximum, sum);
   }
   __syncthreads();
@@ -187,7 +189,7 @@ __device__ __forceinline__ void combine(const Params& p, int64_t token, int32_t 
     for (uint32_t sender = 0; sender < share; ++sender) {
       const float2 part = *reinterpret_cast<const float2*>(
           &received->output[((sender * each + tile) * kHeads + head) * 8 + 2 * pair]);
-      const float weight = shared->weights[sender][head];
+      const float weight = shared->weights[head][sender];
       x += weight * part.x;
       y += weight * part.y;
     }
@@ -207,8 +209,10 @@ extern "C" __global__ void __cluster_dims__(FK_CLUSTER, 1, 1)
   const uint32_t rank = FK_CLUSTER > 1 ? ptx::cluster_rank() : 0;
   const uint32_t number = blockIdx.x / FK_CLUSTER;
   const uint32_t groups = (p.num_heads + kHeads - 1) / kHeads;
-  const int64_t token = number / groups;
-  const int32_t first_head = number % groups * kHeads;
+  // Mostly there is one group, and the indices would wait for the division.
+  const uint32_t group = groups == 1 ? 0 : number % groups;
+  const int64_t token = groups == 1 ? number : number / groups;
+  const int32_t first_head = group * kHeads;
 
   Entries entries;
   entries.load(p, token);
@@ -244,7 +248,7 @@ extern "C" __global__ void __cluster_dims__(FK_CLUSTER, 1, 1)
   const int32_t share = 1 << share_log2;
   attend(p, (total - static_cast<int32_t>(rank) + share - 1) >> share_log2, shared, &heads);
   if (share == 1) {
-    store_all(p, token, first_head, shared, &heads);
+    store_all(p, token, first_head, total, shared, &heads);
     return;
   }
 #if FK_CLUSTER > 1

@@ -132,7 +132,8 @@ struct Cache {
 
   __device__ __forceinline__ const uint16_t* row(const Params& p, int32_t index) const {
     if (p.page_size == kEvenRows) return even_row(index);
-    return base + index / p.page_size * stride_page + index % p.page_size * stride_row;
+    const uint32_t page_size = p.page_size, page = static_cast<uint32_t>(index) / page_size;
+    return base + page * stride_page + (index - page * page_size) * stride_row;
   }
 };
 

@@ -212,6 +212,29 @@ def test_nan_stays_where_it_is_named(emulate: Emulate, name: str) -> None:
     assert torch.equal(output[:3], clean[0][:3])
 
 
+@pytest.mark.parametrize("name", ["alone", "cluster-8"])
+@pytest.mark.parametrize("has_inf", [True, False])
+def test_infinite_logits(emulate: Emulate, name: str, has_inf: bool) -> None:
+    """NaN, as the softmax is, where all logits are -inf, and where one of them is inf."""
+    inputs = make_inputs(
+        dataclasses.replace(MIXED, num_qo_heads=2, valid=(40, 2, 0, 300), padding="prefix")
+    )
+    q_nope, ckv = inputs.q_nope.clone(), inputs.ckv_cache.clone()
+    q_nope[0, 0, 0] = -math.inf
+    ckv[..., 0] = 1.0
+    if has_inf:
+        ckv.view(-1, CKV)[inputs.sparse_indices[0, 7], 0] = -1.0
+    inputs = inputs._replace(q_nope=q_nope, ckv_cache=ckv)
+    output, lse = emulate(name, inputs)
+    assert output[0, 0].isnan().all()
+    assert bool(lse[0, 0].isnan()) == has_inf
+    assert has_inf or lse[0, 0] == -math.inf
+    q_nope[0, 0, 0] = 0.0
+    clean = emulate(name, inputs)
+    assert torch.equal(output[0, 1], clean[0][0, 1])
+    assert torch.equal(output[1:], clean[0][1:])
+
+
 @pytest.mark.parametrize("name", ["alone-64", "cluster-8", "cluster-16"])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257, 511, 512])
 def test_every_number_of_keys(emulate: Emulate, name: str, count: int) -> None:

@@ -78,7 +78,7 @@ class ClusterSplit:
         scores = 4 * parts * HEADS * (self.slab + 8)
         exchange = scores + HEADS * (2 * self.slab + 16) + 4 * HEADS
         listed = max(MAX_TOPK // self.cluster, self.min_keys)
-        block = exchange + HEADS * ROW_BYTES + 4 * self.cluster * HEADS + 4 * listed
+        block = exchange + HEADS * ROW_BYTES + 4 * HEADS * (self.cluster + 1) + 4 * listed
         block += 8 + 4 * warps
         block += -block % 16
         if self.cluster > 4:  # room of its own for what is received

@@ -25,7 +25,7 @@ from fastkernels.ops.dsa_sparse_attention.kernels import (
 )
 from fastkernels.ops.dsa_sparse_attention.problem import Inputs
 
-# Blocks of a grid, tokens, heads, pages: kernels count them in int32.
+# Blocks of a grid, tokens, heads, rows: kernels count them in int32.
 _MOST = 2**31 - 1
 
 LSE_SCALE = {2: 1.0, "e": math.log(2.0)}
@@ -36,9 +36,11 @@ def supports(kernel: Kernel, key: ProblemKey, device: DeviceInfo, config: Any) -
     for name, width in (("head_dim_ckv", CKV), ("head_dim_kpe", KPE)):
         if key.axis(name) != width:
             return Decline(f"serves {name}={width}, got {key.axis(name)}")
-    for name, most in (("topk", MAX_TOPK), ("page_size", _MOST), ("num_pages", _MOST)):
-        if key.axis(name) > most:
-            return Decline(f"serves {name} <= {most}, got {key.axis(name)}")
+    if key.axis("topk") > MAX_TOPK:
+        return Decline(f"serves topk <= {MAX_TOPK}, got {key.axis('topk')}")
+    rows = key.axis("num_pages") * key.axis("page_size")
+    if max(rows, key.axis("page_size")) > _MOST:
+        return Decline(f"serves caches of at most {_MOST} rows, got {rows}")
     num_tokens, num_heads = key.axis("num_tokens"), key.axis("num_qo_heads")
     cluster = kernel.tile(config)[0]
     blocks = num_tokens * (head_blocks(num_heads) * cluster if cluster else num_heads)
