@@ -265,7 +265,7 @@ def test_a_gate_stops_a_promotion(
 
 def _expire(store: Store) -> None:
     """What the dead process held runs out."""
-    deadline = time.monotonic() + controller.TTL_S
+    deadline = time.monotonic() + controller.TTL_S + 60  # a busy machine looks late
     while store.recover(3) == [] and any(
         row.status == "running" for c in store.campaigns() for row in store.jobs(c.id)
     ):
