@@ -30,9 +30,7 @@ from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
 
 FAULTS = Path(__file__).with_name("faults.py")
 # On busy cores a call that takes 1 ms may take 2 for a while, `dawdles` never takes less than 50.
-POLICY = Policy(
-    name="test", timer="wall", is_promotable=False, trial_timeout_s=60.0, hopeless=10.0
-)
+POLICY = Policy(name="test", timer="wall", is_promotable=False, trial_timeout_s=60.0, hopeless=10.0)
 DECODE = Workload(
     op="gdn_decode",
     listed="serving",
@@ -773,19 +771,19 @@ def test_processes_end_with_their_broker_and_are_replaced(shared: Bench) -> None
     files = set(shared._files)
     assert len(alive) >= 2
     assert any(Path(path).exists() for path in files)
-    assert shared._nursery is not None
+    assert shared._nurseries[""] is not None
     for process in alive:
         process._channel.close()
-    shared._nursery._channel.close()
-    assert wait_until_gone(*(process.pid for process in alive), shared._nursery._process.pid)
+    shared._nurseries[""]._channel.close()
+    assert wait_until_gone(*(process.pid for process in alive), shared._nurseries[""]._process.pid)
     assert not any(Path(path).exists() for path in files)
     found = shared.evaluate(HONEST, DECODE, iterations=1, trials=1)
     assert found.failure is None
     (attempt,) = found.attempts
     assert attempt.message.startswith("judge: gone with its nursery")
     assert shared._judge is not None
-    assert shared._nursery is not None
-    pids = [shared._judge.pid, shared._nursery._process.pid]
+    assert shared._nurseries[""] is not None
+    pids = [shared._judge.pid, shared._nurseries[""]._process.pid]
     pids += [seat.process.pid for seat in shared._seats if seat.process is not None]
     files = set(shared._files)
     shared.close()

@@ -162,6 +162,7 @@ _DEVICE_CODE = (
     (re.compile(r"nanosleep"), "waits for time to pass"),
     (re.compile(r"\bclock(64)?\s*\(|%clock|globaltimer"), "sees the clock"),
     (re.compile(r"\bcudaGraph|\bcuGraph"), "replays a graph"),
+    (re.compile(r"\b\w*(accessPolicyWindow|ersistingL2)\w*"), "changes what stays in L2"),
     (re.compile(r"\bcuda(Malloc|HostAlloc)|\bcuMem(Alloc|HostAlloc)"), "keeps memory of its own"),
     (
         re.compile(r"^\s*(static\s+)?__device__\s+(?!.*\b(const|constexpr)\b)[^(]*;", re.MULTILINE),

@@ -143,7 +143,8 @@ class _Duplicate(Exception):
 class Search:
     """One study. `known`: configs of the shipped table and of neighbouring regimes, tried after the
     default; missing knobs are as in the default. `refused` lists those that are not of the space,
-    each with the reason. `environment`: the id of what times may be compared within.
+    each with the reason. `environment`: the id of what times may be compared within. `source`: of
+    candidates that are not made from what is installed.
 
     A space of at most `Policy.exhaustive_below` configs is tried completely if `Policy.max_trials`
     suffices, another one by TPE. `storage_url` is a store's; None keeps the study in memory.
@@ -161,9 +162,10 @@ class Search:
         seed: int,
         known: Sequence[Mapping[str, Any]] = (),
         environment: str = "",
+        source: str = "",
     ) -> None:
         self.space, self.device, self.policy, self.seed = space, device, policy, seed
-        self.source = source_digest(space.op, space.route)
+        self.source = source or source_digest(space.op, space.route)
         self.refused: list[tuple[dict[str, Any], str]] = []
         self.declined: Counter[str] = Counter()  # of the last run: reasons, and how many configs
         self._known: list[dict[str, Knob]] = []

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import fastkernels_tuner
-from fastkernels_tuner.cli import campaigns, single, stores, tables
+from fastkernels_tuner.cli import agents, campaigns, single, stores, tables
 from fastkernels_tuner.cli.common import (
     confirm_option,
     device_option,
@@ -75,6 +75,9 @@ for command in (
     single.doctor,
     stores.export,
     stores.import_command,
+    agents.agent,
+    agents.init,
+    agents.export_route,
     tables.emit_command,
     tables.dispatch_group,
 ):

@@ -13,31 +13,32 @@ import torch
 
 from fastkernels_tuner import candidates, plan, promote
 from fastkernels_tuner.campaign import Campaign
+from fastkernels_tuner.cli import agents
 from fastkernels_tuner.cli.common import (
     command,
     confirm_option,
     device_of,
     device_option,
     folder_option,
+    hold,
     json_option,
+    last_campaign,
     opened,
     policy_of,
     policy_option,
+    require_same,
     second_gpu,
     storage_option,
 )
-from fastkernels_tuner.controller import Controller, Worker, identity, is_alive
-from fastkernels_tuner.errors import UnfitError
+from fastkernels_tuner.controller import Controller, Worker
 from fastkernels_tuner.measure import Bench
 from fastkernels_tuner.measure.guards import uuid_of
 from fastkernels_tuner.model import CampaignSpec, Policy
 from fastkernels_tuner.stages import STAGES, name_of
 from fastkernels_tuner.stages import promote as promote_stage
 from fastkernels_tuner.stages import report as report_stage
-from fastkernels_tuner.store import Lease, LeaseTaken, Store
+from fastkernels_tuner.store import Store
 from fastkernels_tuner.terminal import Terminal
-
-LEASE_S = 20.0
 
 
 @command
@@ -95,11 +96,13 @@ def resume(
     """Go on with a campaign (default: the last one) from where it stands."""
     found_peers = _peers(peers)
     with opened(folder, storage) as store:
-        number = campaign or _last(store)
+        number = campaign or last_campaign(store)
+        if agents.is_one(store, number):
+            return agents.resume(store, number, folder, wall, terminal)
         spec = store.spec(number)
         where = device_of(device or spec.device)
         with Bench(where, spec.policy, seed=spec.seed) as bench:
-            _require_same(spec, bench)
+            require_same(spec, bench.environment)
             second = second_gpu(where, confirm_on)
             return _drive(store, number, bench, folder, wall, found_peers, terminal, second)
 
@@ -168,22 +171,10 @@ def drive_to(
             # Its processes start when it has something to do.
             other_bench = stack.enter_context(Bench(second, spec.policy, seed=spec.seed))
             other = Worker(store, second, uuid, other_bench, folder, terminal.say, peers)
-        lease = stack.enter_context(_hold(store, number, terminal))
+        lease = stack.enter_context(hold(store, number, terminal))
         promote.repair(campaign, lease)
         Controller(campaign, worker, lease, until, other).run(last)
     return campaign
-
-
-def _hold(store: Store, number: str, terminal: Terminal) -> Lease:
-    """The campaign's lease. What a process of this host held that is dead runs out in a while."""
-    while True:
-        try:
-            return store.hold(number, identity(), LEASE_S)
-        except LeaseTaken as error:
-            if is_alive(error.owner):
-                raise
-            terminal.say(f"waiting for the lease of {error.owner}, which is dead, to run out")
-            time.sleep(2)
 
 
 @click.command()
@@ -262,7 +253,7 @@ def promote_command(
     with opened(folder, storage) as store:
         store.check(campaign)
         view = Campaign(store, campaign, folder / campaign, terminal.say)
-        with _hold(store, campaign, terminal) as lease:
+        with hold(store, campaign, terminal) as lease:
             mended = promote.repair(view, lease)
             if mended:
                 terminal.say(f"an interrupted promotion was {mended}")
@@ -270,7 +261,7 @@ def promote_command(
             paths = promote.targets(view, checkout)
             where = device_of(device or view.spec.device)
             with Bench(where, view.policy, seed=view.spec.seed) as bench:
-                _require_same(view.spec, bench)
+                require_same(view.spec, bench.environment)
                 worker = Worker(store, where, _queue(view.spec), bench, folder, terminal.say)
                 swept = Controller(view, worker, lease).sweep(promote_stage)
             promote.require_right(view, swept)
@@ -297,7 +288,7 @@ def report_command(
 ) -> int:
     """Write the report of a campaign again, as far as it has come."""
     with opened(folder, storage) as store:
-        number = campaign or _last(store)
+        number = campaign or last_campaign(store)
         found = report_stage.write(Campaign(store, number, folder / number, terminal.say))
     terminal.result(found, "\n".join(found.values()))
     return 0
@@ -343,26 +334,8 @@ def _cost(campaign: Campaign) -> str:
     return f"{sum(spent.values()):.1f} s on the device" + (f": {parts}" if parts else "")
 
 
-def _last(store: Store) -> str:
-    rows = store.campaigns()
-    if not rows:
-        raise click.UsageError("there is no campaign yet: fastkernels-tune --op OP begins one")
-    return max(rows, key=lambda row: row.created).id
-
-
 def _queue(spec: CampaignSpec) -> str:
     return spec.environment.device
-
-
-def _require_same(spec: CampaignSpec, bench: Bench) -> None:
-    """Times of two kinds of machines are never compared."""
-    then, now = spec.environment, bench.environment
-    for name in ("device", "arch", "driver", "versions", "code", "timer"):
-        if getattr(then, name) != getattr(now, name):
-            raise UnfitError(
-                f"the campaign began with {name} = {getattr(then, name)}, this is"
-                f" {getattr(now, name)}: begin a new one"
-            )
 
 
 def _peers(given: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -15,13 +16,15 @@ import torch
 from fastkernels.core.device import named_device
 from fastkernels.errors import ArgumentError
 from fastkernels_tuner import policy
+from fastkernels_tuner.controller import identity, is_alive
 from fastkernels_tuner.errors import TunerError, UnfitError
-from fastkernels_tuner.model import Policy
-from fastkernels_tuner.store import Store
+from fastkernels_tuner.model import CampaignSpec, Environment, Policy
+from fastkernels_tuner.store import Lease, LeaseTaken, Store
 from fastkernels_tuner.terminal import Terminal
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130
+LEASE_S = 20.0
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 ANY_PATH = click.Path(path_type=Path)
 
@@ -119,3 +122,33 @@ def opened(folder: Path, storage: str | None) -> Iterator[Store]:
         storage = f"sqlite:///{(folder / 'store.db').resolve()}"
     with Store.open(storage) as store:
         yield store
+
+
+def hold(store: Store, number: str, terminal: Terminal) -> Lease:
+    """The campaign's lease. What a process of this host held that is dead runs out in a while."""
+    while True:
+        try:
+            return store.hold(number, identity(), LEASE_S)
+        except LeaseTaken as error:
+            if is_alive(error.owner):
+                raise
+            terminal.say(f"waiting for the lease of {error.owner}, which is dead, to run out")
+            time.sleep(2)
+
+
+def last_campaign(store: Store) -> str:
+    rows = store.campaigns()
+    if not rows:
+        raise click.UsageError("there is no campaign yet: fastkernels-tune --op OP begins one")
+    return max(rows, key=lambda row: row.created).id
+
+
+def require_same(spec: CampaignSpec, now: Environment) -> None:
+    """Times of two kinds of machines are never compared."""
+    then = spec.environment
+    for name in ("device", "arch", "driver", "versions", "code", "timer"):
+        if getattr(then, name) != getattr(now, name):
+            raise UnfitError(
+                f"the campaign began with {name} = {getattr(then, name)}, this is"
+                f" {getattr(now, name)}: begin a new one"
+            )

@@ -105,6 +105,9 @@ REDRAW_S = 0.25
 PEER_ALLOWANCE = 10.0
 """A peer rounds as it likes; what is wrong is off by more than this many of our limits."""
 
+MAX_OVERLAYS = 2
+"""Nurseries of overlays at a time: a candidate's, and that of what it is compared with."""
+
 LEAST_RECORDED = 0.8
 """Of a block's timed calls; with fewer records something is wrong with the recording."""
 
@@ -194,15 +197,16 @@ def take(
 
 
 class Nursery:
-    """The process that forks the others; see `nursery`. Raises Infrastructure where it fails."""
+    """The process that forks the others; see `nursery`. Raises Infrastructure where it fails.
+    `overlay`: a folder that it imports from before anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlay: str = "") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", NURSERY, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
-                env=_environment(),
+                env=_before(overlay, _environment()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -349,6 +353,13 @@ class Process:
         return text.decode(errors="replace").strip()
 
 
+def _before(overlay: str, environment: dict[str, str]) -> dict[str, str]:
+    """The environment, with `overlay` before everything else that is imported from."""
+    if not overlay:
+        return environment
+    return {**environment, "PYTHONPATH": os.pathsep.join((overlay, environment["PYTHONPATH"]))}
+
+
 def _environment() -> dict[str, str]:
     """This process's, with its import path, and without what CUDA memory cannot be shared under."""
     kept = {
@@ -362,10 +373,12 @@ def _environment() -> dict[str, str]:
 
 @dataclass
 class Seat:
-    """Where a candidate process sits, if one does, and the slab that it has mapped; 0: none."""
+    """Where a candidate process sits, if one does, the slab that it has mapped (0: none), and the
+    overlay that it was started with."""
 
     process: Process | None = None
     slab: int = 0
+    overlay: str = ""
 
     def is_taken(self) -> bool:
         return self.process is not None and self.process.is_alive
@@ -392,11 +405,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is called under which name: a candidate by its id, a peer by its own."""
+    """What is called under which name: a candidate by its id, a peer by its own. `overlay` as of a
+    nursery."""
 
     label: str
     lane: Lane
     allowance: float = 1.0
+    overlay: str = ""
 
 
 @dataclass
@@ -504,7 +519,8 @@ class Bench:
         self._code = code
         self._lock_timeout_s = lock_timeout_s
         self._guard = guard
-        self._nursery: Nursery | None = None
+        self._overlays: dict[str, str] = {}  # by the candidates' source
+        self._nurseries: dict[str, Nursery] = {}  # by overlay, the one used last at the end
         self._judge: Process | None = None
         self._facts: Facts | None = None
         self._environment: Environment | None = None
@@ -532,9 +548,15 @@ class Bench:
         if self._judge is not None:
             self._judge.kill()
             self._forget_judge()
-        if self._nursery is not None:
-            self._nursery.close()
-        self._nursery = None
+        for nursery in self._nurseries.values():
+            nursery.close()
+        self._nurseries.clear()
+
+    def overlay(self, source: str, folder: Path) -> None:
+        """Candidates with this `source` import from `folder` before anything else, in processes of
+        their own: what is there (an edited copy of the package, say) takes the place of what is
+        installed. The judge never does."""
+        self._overlays[source] = str(folder.absolute())
 
     def renew(self) -> None:
         """End the candidates' processes: what comes next runs in new ones. The judge stays, which
@@ -741,7 +763,9 @@ class Bench:
                 continue
             if each.op != workload.op:
                 raise ValueError(f"{each} is of {each.op}, the workload of {workload.op}")
-            entries.append(Entry(each.id, Lane(route=each.route, config=each.config)))
+            lane = Lane(route=each.route, config=each.config)
+            overlay = self._overlays.get(each.source, "")
+            entries.append(Entry(each.id, lane, overlay=overlay))
         return entries
 
     def _require_timer(self) -> None:
@@ -1226,14 +1250,28 @@ class Bench:
     ) -> Loan:
         """Lend the workload to the seat's process and bind the entries; why some cannot be goes to
         their tallies. Where the process ends over it, nobody sits there afterwards."""
-        loan = self._lend(workload, slots)
+        loan, overlay = self._lend(workload, slots), entries[0].overlay
+        if any(entry.overlay != overlay for entry in entries):
+            raise ValueError("candidates of different overlays cannot share a process")
+        if seat.overlay != overlay:
+            seat.clear()
         if seat.is_taken():
             try:
                 seat.ask(Hello(), Ready, self.policy.trial_timeout_s)
             except ProcessFailed:  # ended after its last answer: not these entries' fault
                 seat.clear()
         if not seat.is_taken():
-            self._seat(seat)
+            try:
+                self._seat(seat, overlay)
+            except Infrastructure as error:
+                if not overlay:
+                    raise
+                self._ping()
+                # What the overlay has is imported as the process starts, and nothing else differs.
+                failure = _unimported(error.failure, workload)
+                for entry in entries:
+                    tallies[entry.label].failures.append(failure)
+                return loan
         buffer = None
         if seat.slab != loan.slab:
             buffer = self._ask_judge(Share(), Shared).buffer
@@ -1271,10 +1309,10 @@ class Bench:
             self._ping()
         return loan
 
-    def _seat(self, seat: Seat) -> None:
+    def _seat(self, seat: Seat, overlay: str = "") -> None:
         """Start a candidate process. Raises Infrastructure."""
-        process = self._start("worker")
-        seat.process, seat.slab = process, 0
+        process = self._start("worker", overlay)
+        seat.process, seat.slab, seat.overlay = process, 0, overlay
         try:
             ready = process.ask(Hello(), Ready, START_TIMEOUT_S)
         except ProcessFailed as error:
@@ -1290,10 +1328,22 @@ class Bench:
             message = f"timer {ready.timer!r} in a candidate process, {self._facts.timer!r} here"
             raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message=message))
 
-    def _start(self, role: Literal["judge", "worker"]) -> Process:
-        if self._nursery is None or not self._nursery.is_alive:
-            self._nursery = Nursery()
-        return Process(self._nursery, role, self.device, self.policy.trial_timeout_s)
+    def _start(self, role: Literal["judge", "worker"], overlay: str = "") -> Process:
+        nursery = self._nurseries.pop(overlay, None)
+        if nursery is None or not nursery.is_alive:
+            self._make_room()
+            nursery = Nursery(overlay)
+        self._nurseries[overlay] = nursery
+        return Process(nursery, role, self.device, self.policy.trial_timeout_s)
+
+    def _make_room(self) -> None:
+        """Nurseries of overlays hold some hundred MB each, and most are not needed again."""
+        others = [overlay for overlay in self._nurseries if overlay]
+        for overlay in others[: -MAX_OVERLAYS + 1]:
+            for seat in self._seats:
+                if seat.overlay == overlay:
+                    seat.clear()
+            self._nurseries.pop(overlay).close()
 
     def _lend(self, workload: Workload, slots: int) -> Loan:
         held = self._loan
@@ -1362,6 +1412,18 @@ class Bench:
     def _own_pids(self) -> list[int]:
         processes = [self._judge, *(seat.process for seat in self._seats)]
         return [os.getpid(), *(p.pid for p in processes if p is not None and p.is_alive)]
+
+
+def _unimported(fault: Failure, workload: Workload) -> Failure:
+    """The failure of a candidate whose files do not let a process start."""
+    log = str(fault.detail.get("log", ""))
+    last = log.rpartition("\n")[2] or fault.message
+    return Failure(
+        cause=Cause.COMPILE,
+        message=f"its files cannot be imported: {last}",
+        workload=workload.id,
+        detail={"log": log},
+    )
 
 
 def _blame(
