@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,29 @@ def params_of(op: str, values: dict[str, Any]) -> ctypes.Structure:
     assert [name for name, _ in fields] == list(values), "the struct's fields, in their order"
     structure = type("Params", (ctypes.Structure,), {"_fields_": fields})
     return structure(*(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values.values()))
+
+
+@dataclass
+class Emulator:
+    """Kernels compiled into a folder when they are first wanted."""
+
+    folder: Path
+    _compiled: dict[Any, Any] = field(default_factory=dict)
+
+    def launch(
+        self, kernel: Kernel, config: Any, variant: str, params: Any, blocks: int, seed: int
+    ) -> None:
+        identity = (kernel.name, config, variant)
+        if identity not in self._compiled:
+            self._compiled[identity] = compile_kernel(kernel, config, variant, self.folder)
+        assert kernel.launch_shape is not None
+        threads = kernel.launch_shape(config, variant)[0]
+        self._compiled[identity](ctypes.byref(params), blocks, threads, seed)
+
+
+def is_aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a launcher takes the variant for multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )

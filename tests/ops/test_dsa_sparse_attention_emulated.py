@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkernels.core.kernels import Kernel
 from fastkernels.ops.dsa_sparse_attention.adversarial import STRATA
 from fastkernels.ops.dsa_sparse_attention.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.dsa_sparse_attention.kernels import (
@@ -25,7 +23,7 @@ from fastkernels.ops.dsa_sparse_attention.kernels import (
 )
 from fastkernels.ops.dsa_sparse_attention.problem import Inputs
 from fastkernels.ops.dsa_sparse_attention.reference import reference
-from tests.emulator import compile_kernel, params_of
+from tests.emulator import Emulator, is_aligned, params_of
 
 pytestmark = pytest.mark.toolchain
 
@@ -63,23 +61,9 @@ def values_of(inputs: Inputs, output: Tensor, lse: Tensor) -> Any:
     })  # fmt: skip
 
 
-def is_aligned(tensors: tuple[Tensor, ...]) -> bool:
-    return all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in tensors
-    )
-
-
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    folder = tmp_path_factory.mktemp("emulated")
-    compiled: dict[Any, Any] = {}
-
-    def function(kernel: Kernel, config: Any, variant: str) -> Any:
-        identity = (kernel.name, config, variant)
-        if identity not in compiled:
-            compiled[identity] = compile_kernel(kernel, config, variant, folder)
-        return compiled[identity]
+    emulator = Emulator(tmp_path_factory.mktemp("emulated"))
 
     def run(name: str, inputs: Inputs, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Outputs of a config of CONFIGS, over NaN."""
@@ -89,12 +73,9 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
         lse = torch.full(inputs.q_nope.shape[:2], math.nan)
         used = (inputs.q_nope, inputs.q_pe, inputs.ckv_cache, inputs.kpe_cache, output)
         variant = "aligned" if is_aligned(used) else "any"
-        assert kernel.launch_shape is not None
-        threads = kernel.launch_shape(config, variant)[0]
         num_tokens, num_heads = inputs.q_nope.shape[:2]
         blocks = kernel.tile(config)[0] * head_blocks(num_heads) * num_tokens
-        params = ctypes.byref(values_of(inputs, output, lse))
-        function(kernel, config, variant)(params, blocks, threads, seed)
+        emulator.launch(kernel, config, variant, values_of(inputs, output, lse), blocks, seed)
         return output, lse
 
     return run

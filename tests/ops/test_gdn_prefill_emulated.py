@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkernels.core.kernels import Kernel
 from fastkernels.ops._shared.gdn import resolve_scale
 from fastkernels.ops.gdn_prefill.adversarial import STRATA
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
@@ -28,7 +26,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
 from fastkernels.ops.gdn_prefill.problem import Inputs
 from fastkernels.ops.gdn_prefill.reference import reference
 from fastkernels.testing.compare import clone
-from tests.emulator import compile_kernel, params_of
+from tests.emulator import Emulator, is_aligned, params_of
 
 pytestmark = pytest.mark.toolchain
 
@@ -74,23 +72,9 @@ def values_of(inputs: Inputs, output: Tensor, new_state: Tensor, workspace: Tens
     })  # fmt: skip
 
 
-def is_aligned(tensors: tuple[Tensor, ...]) -> bool:
-    return all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in tensors
-    )
-
-
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    folder = tmp_path_factory.mktemp("emulated")
-    compiled: dict[Any, Any] = {}
-
-    def function(kernel: Kernel, config: Any, variant: str) -> Any:
-        identity = (kernel.name, config, variant)
-        if identity not in compiled:
-            compiled[identity] = compile_kernel(kernel, config, variant, folder)
-        return compiled[identity]
+    emulator = Emulator(tmp_path_factory.mktemp("emulated"))
 
     def run(name: str, inputs: Inputs, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Outputs of a config of CONFIGS, over NaN."""
@@ -108,16 +92,14 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
         rows, entry_bytes = kernel.tile(config)
         memory = torch.full((entries * entry_bytes + 256,), 255, dtype=torch.uint8)
         workspace = memory[-memory.data_ptr() % 256 :]
-        params = ctypes.byref(values_of(inputs, output, new_state, workspace))
+        params = values_of(inputs, output, new_state, workspace)
         state = new_state if inputs.state is None else inputs.state
         used = (inputs.q, inputs.k, inputs.v, output, state, new_state)
         blocks = num_v_heads * (HEAD_SIZE // rows) * max(num_seqs, 1)
         variants = list(kernel.variants)
         for variant in variants[0 if is_aligned(used) else 1 :: 2]:
-            assert kernel.launch_shape is not None
-            threads = kernel.launch_shape(config, variant)[0]
             count = entries if "prepare" in variant else blocks
-            function(kernel, config, variant)(params, count, threads, seed)
+            emulator.launch(kernel, config, variant, params, count, seed)
         return output, new_state
 
     return run
