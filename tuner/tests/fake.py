@@ -118,6 +118,11 @@ class FakeBench:
             worst=2.0 if failures else 0.1,
         )
 
+    def judge_all(
+        self, candidates: Sequence[Candidate], workload: Workload, seeds: Sequence[int]
+    ) -> list[Trials]:
+        return [self.judge(candidate, workload, seeds) for candidate in candidates]
+
     def pair(
         self, a: Candidate, b: Candidate, workload: Workload, *, number: int, iterations: int
     ) -> tuple[Block, ...]:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fastkernels.core import dispatch
 from fastkernels.core import table as tables
-from fastkernels_tuner import controller, emit, gates, plan, policy, promote, sweep
+from fastkernels_tuner import controller, emit, evidence, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.cli import campaigns, main
 from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
@@ -357,6 +357,71 @@ def test_what_is_faster_twice_takes_over(store: Store, tmp_path: Path) -> None:
     assert served(campaign) == {mode: {64} for mode in campaign.operator.spec.modes}
 
 
+PROBED = {"max_trials": 25, "max_workloads": 8, "max_probes": 20, "probe_rounds": 2}
+
+
+@pytest.mark.parametrize("dies_at", [3, 7])
+def test_an_interrupted_round_of_probes_is_ended_before_the_next(
+    store: Store, tmp_path: Path, dies_at: int
+) -> None:
+    """Else the next is planned from half of its results, and what is left is measured twice."""
+    us = prefers(64, beyond=20, then=512)
+    campaign = begin(store, tmp_path, **PROBED | {"max_probes": 8})
+    go_on(campaign, FakeBench(us), last="compare")
+    with pytest.raises(Killed):
+        go_on(campaign, FakeBench(us, dies_at=dies_at), last="fit")
+    _expire(store)
+    ended = go_on(campaign, FakeBench(us), last="fit")
+    assert {done.payload["round"] for done in ended.done("fit")} == {1, 2}
+    measured = [(w.id, c.id) for w, c, _ in evidence.evaluations(ended)]
+    assert len(set(measured)) == len(measured)
+
+
+@pytest.mark.parametrize(("best_from", "decisions"), [(22, {"promote"}), (20, set())])
+def test_a_gain_beside_a_boundary_is_confirmed_and_taken(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    best_from: int,
+    decisions: set[str],
+) -> None:
+    """The champion is the best on every listed workload; its boundary, where nobody had looked,
+    leaves 21 tokens to the wrong side."""
+    us = prefers(64, beyond=best_from, then=512)
+    first = begin(store, tmp_path, **PROBED | {"max_probes": 0})
+    go_on(first, FakeBench(us), last="emit")
+    monkeypatch.setenv("FASTKERNELS_TABLES", str(first.folder / "dispatch_tables"))
+    dispatch.reload_tables()
+    try:
+        second = go_on(begin(store, tmp_path, **PROBED), FakeBench(us, noise=0.002), last="emit")
+        assert {c["decision"] for c in second.require("confirm")["comparisons"]} == decisions
+        compared = [w["listed"] for d in second.done("confirm") for w, _, _ in d.payload["pairs"]]
+        assert set(compared) == ({"gap"} if decisions else set())
+        emitted = second.folder / second.require("emit")["table"]
+        table = tables.parse(emitted.read_text(), second.operator.spec)
+        lasts = {r.axes["total_seq_len"][1] for r in table.regimes if r.config["chunk_size"] == 64}
+        assert lasts == {best_from - 1 if decisions else 20}
+    finally:
+        monkeypatch.undo()
+        dispatch.reload_tables()
+
+
+@pytest.mark.usefixtures("_champion")
+def test_what_the_sweep_shows_no_gain_of_is_not_compared(store: Store, tmp_path: Path) -> None:
+    """Two configs that are alike: which one fits is chance, and a session would say so slowly."""
+
+    def us(candidate: Candidate, workload: Workload) -> float:
+        return 100.0 if candidate.config["chunk_size"] in (32, 64) else 200.0
+
+    campaign = begin(store, tmp_path, max_trials=25)
+    campaign = go_on(campaign, FakeBench(us), last="emit")
+    assert campaign.done("confirm") == []
+    assert served(campaign) == {mode: {32} for mode in campaign.operator.spec.modes}
+    for comparison in campaign.require("confirm")["comparisons"]:
+        assert comparison["decision"] == "keep"
+        assert "0.00%: not compared" in comparison["reason"]
+
+
 @pytest.mark.usefixtures("_champion")
 def test_what_is_no_faster_leaves_the_champion(store: Store, tmp_path: Path) -> None:
     """Half a percent is below what the policy promotes for; a table does not flip over it."""
@@ -369,6 +434,18 @@ def test_what_is_no_faster_leaves_the_champion(store: Store, tmp_path: Path) -> 
     )
     assert {c["decision"] for c in campaign.require("confirm")["comparisons"]} <= {"keep"}
     assert served(campaign) == {mode: {32} for mode in campaign.operator.spec.modes}
+
+
+@pytest.mark.usefixtures("_champion")
+def test_a_champion_that_is_wrong_goes_without_a_comparison(store: Store, tmp_path: Path) -> None:
+    """However fast it is."""
+    bench = FakeBench(prefers(32), wrong=lambda c, w, seed: c.config["chunk_size"] == 32)
+    campaign = go_on(begin(store, tmp_path, max_trials=25), bench, last="emit")
+    assert campaign.done("confirm") == []
+    for comparison in campaign.require("confirm")["comparisons"]:
+        assert comparison["decision"] == "promote"
+        assert "what serves today is wrong" in comparison["reason"]
+    assert all(32 not in sizes for sizes in served(campaign).values())
 
 
 # ---- two GPUs -----------------------------------------------------------------------------------

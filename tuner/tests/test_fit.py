@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -199,3 +200,31 @@ def test_a_slowdown_that_is_allowed_saves_a_box() -> None:
     assert len(fit_boxes(Grid(samples), limits)) == 2
     (box,) = fit_boxes(Grid(samples, slowdown=0.02), limits)
     assert box.segment.candidate == b
+
+
+def test_a_box_that_nothing_serves_as_a_whole_is_cut() -> None:
+    """What is kept of a champion was measured where it serves, and nowhere else."""
+    a, b = Candidate("a", ()), Candidate("b", ())
+    samples = {
+        (1, 1): {a: Sample(1000, 1, 1, 1)},
+        (4, 1): {a: Sample(1000, 1, 1, 1)},
+        (9, 1): {b: Sample(1000, 1, 1, 1)},
+    }
+    boxes = fit_boxes(Grid(samples, slowdown=0.02), ((0, 9), (0, 1)))
+    assert [(box.bounds[0], box.segment.candidate) for box in boxes] == [((0, 6), a), ((7, 9), b)]
+
+
+def test_between_equals_what_serves_today_stays() -> None:
+    """As far as the sum of times is known; beyond that the faster one is taken."""
+    found = grid(a=[100, 100, 100], b=[104, 108, 101])
+    assert fit(found) == [Segment((1, 2, 4), A)]
+    today = dict.fromkeys(found.sizes, B)
+    assert fit(replace(found, today=today)) == [Segment((1, 2, 4), B)]
+    assert fit(replace(found, today={1: B})) == [Segment((1, 2, 4), B)]
+    slower = grid(a=[100, 100, 100], b=[109, 110, 120], spread=10)
+    assert fit(replace(slower, slowdown=0.3, today=today)) == [Segment((1, 2, 4), A)]
+    boxes = fit_boxes(
+        Grid({(1, 1): {A: Sample(100, 10, 1, 1), B: Sample(104, 10, 1, 1)}}, today={(1, 1): B}),
+        ((0, 1), (0, 1)),
+    )
+    assert [box.segment.candidate for box in boxes] == [B]

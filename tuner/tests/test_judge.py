@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -919,3 +920,27 @@ def test_a_swamped_machine_spoils_a_block() -> None:
     load = LoadGuard().read().load
     assert load is not None
     assert load > 0
+
+
+def test_a_draw_that_lies_there_is_not_made_again(bare: Judge) -> None:
+    """Nor is what it has to give: the next candidate is judged on both."""
+    loan = bare.lend(decode(), 2)
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(argument: Any) -> Any:
+            counts[name] += 1
+            return function(argument)
+
+        return call
+
+    now = bare._now
+    now.draw, now.expect = counted("draw", now.draw), counted("expect", now.expect)
+    for spoil in (None, lambda _, results: results[0].add_(1.0), None):
+        bare.fill([Draw(slot=0, seed=4), Draw(slot=1, seed=5)])
+        for slot in (0, 1):
+            found = check(bare, slot, True, 1.0, call(bare, loan, slot, spoil))
+            assert (found.failure is None) == (spoil is None)
+    bare.fill([Draw(slot=0, seed=6)])
+    assert check(bare, 0, True, 1.0, call(bare, loan)).failure is None
+    assert counts == {"draw": 3, "expect": 3}

@@ -325,6 +325,30 @@ def test_the_call_that_fails_among_others_is_found(
     assert bench.judge(HONEST, DECODE, SEEDS).failures == ()
 
 
+def test_candidates_judged_together_get_the_same_draws_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is called on memory filled anew, and is right or wrong by itself, also where one ends
+    the process that it shares with the others."""
+    bench.renew()
+    names = ["third_is_wrong", "honest", "third_crashes", "later_wrong"]
+    asked = record(monkeypatch)
+    found = bench.judge_all([candidate(name) for name in names], DECODE, SEEDS)
+    causes = [[(f.cause, f.seed) for f in each.failures] for each in found]
+    assert causes[:3] == [[(Cause.NUMERIC, 99)], [], [(Cause.CRASH, 99)]]
+    assert [each.trials for each in found[:3]] == [3, 8, 3]
+    assert found[3].trials == 8 or causes[3]
+    fills = [
+        message for _, message in asked if isinstance(message, Fill) and len(message.draws) > 1
+    ]
+    assert [[draw.seed for draw in fill.draws] for fill in fills] == [SEEDS] * 4
+    assert len({fill.draws for fill in fills}) == 1  # in the same slots: nothing is drawn again
+    assert [
+        each.failures
+        for each in bench.judge_all([HONEST, candidate("torch_recurrent")], DECODE, range(20))
+    ] == [(), ()]
+
+
 def test_a_wrong_call_among_others_is_repeated_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

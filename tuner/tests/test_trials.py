@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,50 @@ def run(judge: Any, found: Sequence[Stratum], **options: Any) -> Verdict:
     who = options.pop("candidate", SELECTOR)
     policy = options.pop("policy", POLICY)
     return run_trials(judge, who, found, policy, **options)
+
+
+def test_candidates_meet_at_what_they_share() -> None:
+    """One question for both where they share a stratum and its seeds; each verdict is that of a
+    run of its own, and one that is wrong leaves the other alone."""
+    mine, shared, other = high(3)
+    asked: list[tuple[list[str], str, int]] = []
+    wrong_one = SELECTOR.model_copy(update={"route": "another"})
+
+    def judge(
+        candidates: Sequence[Candidate], workload: Workload, seeds: Sequence[int]
+    ) -> list[Trials]:
+        asked.append((sorted(c.route for c in candidates), workload.id, len(seeds)))
+        failure = Failure(cause=Cause.NUMERIC, message="off", seed=seeds[0])
+        is_wrong = workload.id == other.id and len(seeds) == 8  # of its second batch
+        return [
+            Trials(stratum="any", trials=1, failures=(failure,), worst=2.0)
+            if c is wrong_one and is_wrong
+            else Trials(stratum="any", trials=len(seeds), worst=0.5)
+            for c in candidates
+        ]
+
+    recorded: Counter[str] = Counter()
+    subjects = [
+        trials.Subject(SELECTOR, [mine, shared]),
+        trials.Subject(wrong_one, [shared, other]),
+    ]
+    found = trials.run_together(
+        judge,
+        subjects,
+        POLICY,
+        corpus=Corpus(),
+        device=CPU,
+        record=lambda c, each: recorded.update({c.route: each.trials}),
+    )
+    alone = run(FakeJudge(), [mine, shared])
+    assert found[0].budgets == alone.budgets
+    assert [v.outcome.kind for v in found] == ["pass", "fail"]
+    both = sorted([SELECTOR.route, "another"])
+    of_shared = [routes for routes, workload, _ in asked if workload == shared.id]
+    assert of_shared[:2] == [both, both]
+    assert all(routes == [SELECTOR.route] for routes in of_shared[2:])
+    assert sum(len(routes) * n for routes, _, n in asked) >= sum(recorded.values())
+    assert recorded[SELECTOR.route] == sum(b.trials for b in alone.budgets)
 
 
 # ---- budgets ------------------------------------------------------------------------------------

@@ -41,6 +41,10 @@ class Measures(Protocol):
 
     def judge(self, candidate: Candidate, workload: Workload, seeds: Sequence[int]) -> Trials: ...
 
+    def judge_all(
+        self, candidates: Sequence[Candidate], workload: Workload, seeds: Sequence[int]
+    ) -> list[Trials]: ...
+
     def pair(
         self, a: Candidate, b: Candidate, workload: Workload, *, number: int, iterations: int
     ) -> tuple[Block, ...]: ...

@@ -208,8 +208,10 @@ class Controller:
         return stage.finish(self.campaign)
 
     def _drain(self, stage: Stage, name: str) -> None:
-        """Asks until nothing new comes; between two rounds every job is done."""
+        """Asks until nothing new comes; every job is done whenever it asks, also when it begins: an
+        interrupted round of probes would be planned again from half of its results."""
         campaign, asked = self.campaign, set[int]()
+        self._work()
         while True:
             numbers = {
                 campaign.store.enqueue(

@@ -7,11 +7,13 @@ table is emitted from either by the same code, and can be emitted again from the
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core import dispatch
 from fastkernels.testing.cupti import Spread
 from fastkernels_tuner import plan
 from fastkernels_tuner.campaign import Campaign
@@ -29,26 +31,34 @@ def evaluations(campaign: Campaign) -> Iterable[tuple[Workload, Candidate, Evalu
                 yield workload, Candidate(**entry["candidate"]), Evaluation(**entry["evaluation"])
 
 
+def times(campaign: Campaign) -> dict[tuple[str, str], float]:
+    """Medians in microseconds by the ids of workload and candidate, of what was measured."""
+    found = {}
+    for workload, candidate, evaluation in evaluations(campaign):
+        us = [us for block in evaluation.blocks if not block.discarded for us in block.us]
+        if evaluation.failure is None and us:
+            found[workload.id, candidate.id] = statistics.median(us)
+    return found
+
+
 def build(
     campaign: Campaign, kept: Iterable[plan.Group] = (), **more: dict[str, Any]
 ) -> dict[str, Any]:
-    """The sweep. `kept`: modes and constants in which the champion stays, so that only what serves
-    them today may be chosen. `more`: what else the file says."""
-    kept, out = set(kept), rejected(campaign)
+    """The sweep. `kept`: modes and constants in which the champion stays, whose regimes are part of
+    it as they are. `more`: what else the file says."""
+    out = rejected(campaign)
     environment = campaign.spec.environment
     commit, _, dirt = environment.code.partition("+")
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     for workload, candidate, evaluation in evaluations(campaign):
-        key = plan.key_of(campaign.operator, workload, campaign.info)
-        group = plan.group_of(campaign.operator, key)
-        if group in kept and candidate != campaign.served(workload):
-            continue
         case = workload.build()
-        head = {
+        head: dict[str, Any] = {
             "list": workload.listed, "id": case.name, "axes": case.axes, "mode": case.mode,
             "route": candidate.route, "config": candidate.config,
         }  # fmt: skip
+        if campaign.spec.champion and candidate == campaign.served(workload):
+            head["serves_today"] = True
         found = _outcome(evaluation, is_out=candidate.id in out)
         (left_out if "why" in found else rows).append(head | found)
     return {
@@ -77,9 +87,22 @@ def build(
         "policy": {"name": campaign.policy.name, "digest": campaign.policy.id},
         "created": created(campaign),
         **more,
+        "kept": [_reigning(campaign, group) for group in kept],
         "rows": rows,
         "left_out": left_out,
     }
+
+
+def _reigning(campaign: Campaign, group: plan.Group) -> dict[str, Any]:
+    """The champion's regimes of a mode and constants: none where it serves them by a fallback."""
+    mode, constants = group
+    champion, _ = dispatch.find_table(campaign.operator, campaign.info)
+    found = [
+        {"axes": r.axes, "route": r.route, "config": r.config, "evidence": r.evidence}
+        for r in (champion.regimes if champion is not None else ())
+        if r.mode == mode and r.constants == {name: (size, size) for name, size in constants}
+    ]
+    return {"mode": mode, "constants": dict(constants), "regimes": found}
 
 
 def _outcome(evaluation: Evaluation, *, is_out: bool) -> dict[str, Any]:
@@ -87,7 +110,7 @@ def _outcome(evaluation: Evaluation, *, is_out: bool) -> dict[str, Any]:
     trials = sum(each.trials for each in evaluation.trials)
     failures = sum(len(each.failures) for each in evaluation.trials)
     failure = evaluation.failure
-    if is_out or failures or (failure is not None and not failure.cause.is_infrastructure):
+    if is_out:
         return {"trials": trials, "failures": max(failures, 1), "error": _error(WRONG)}
     times = [us for block in evaluation.blocks if not block.discarded for us in block.us]
     if failure is not None or not times:
@@ -107,12 +130,16 @@ def _error(value: float) -> dict[str, Any]:
 
 
 def rejected(campaign: Campaign) -> set[str]:
-    """Ids of the candidates that were wrong when they were verified."""
-    return {
-        done.result["verdict"]["candidate"]
-        for done in campaign.done("verify")
-        if done.result["verdict"]["outcome"]["kind"] == "fail"
-    }
+    """Ids of the candidates that were wrong when they were compared or verified."""
+    verdicts = (each for done in campaign.done("verify") for each in done.result["verdicts"])
+    found = {each["candidate"] for each in verdicts if each["outcome"]["kind"] == "fail"}
+    return found | {c.id for _, c, evaluation in evaluations(campaign) if _is_wrong(evaluation)}
+
+
+def _is_wrong(evaluation: Evaluation) -> bool:
+    failure = evaluation.failure
+    is_blamed = failure is not None and not failure.cause.is_infrastructure
+    return is_blamed or any(each.failures for each in evaluation.trials)
 
 
 def created(campaign: Campaign) -> str:

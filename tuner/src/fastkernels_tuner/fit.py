@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -50,11 +50,12 @@ class Grid:
     """Samples by size, for one mode and one choice of constants. Every size has a sample.
 
     slowdown: the fraction that a regime's candidate may lose against the best of a size, where that
-    is more than the spread.
+    is more than the spread. today: what serves a size until now, where that is known.
     """
 
     samples: Mapping[Any, Mapping[Candidate, Sample]]
     slowdown: float = 0.0
+    today: Mapping[Any, Candidate] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> tuple[Any, ...]:
@@ -87,6 +88,17 @@ class Grid:
     def is_admissible(self, candidate: Candidate, size: Any) -> bool:
         """Within the spread of the best."""
         return self.time(candidate, size) - self.best[size].median_ns <= self.spread(size)
+
+    def pick(self, legal: Sequence[Candidate], sizes: Iterable[Any]) -> Candidate:
+        """The fastest in total; of those that are as fast, as far as totals are known, the one that
+        serves most of the sizes today: between equals a table should not flip."""
+        sizes = tuple(sizes)
+        totals = {candidate: self.total(candidate, sizes) for candidate in legal}
+        known = sum(self.best[size].spread_ns for size in sizes)
+        alike = [c for c in legal if totals[c] - min(totals.values()) <= known]
+        return min(
+            alike, key=lambda c: (-sum(self.today.get(size) == c for size in sizes), totals[c])
+        )
 
     def worst_loss(self, candidate: Candidate, sizes: Iterable[Any]) -> float:
         """Against the best of each size, in spreads."""
@@ -141,7 +153,7 @@ def fit(grid: Grid) -> list[Segment]:
 
 
 def _fewest(grid: Grid) -> list[Segment]:
-    """Ties go to the lowest total time, then to the first name."""
+    """Of as many segments, those with the lowest total time, then the first names."""
 
     def served(sizes: tuple[Any, ...]) -> Segment | None:
         legal = [
@@ -151,7 +163,7 @@ def _fewest(grid: Grid) -> list[Segment]:
         ]
         if not legal:
             return None
-        return Segment(sizes, min(legal, key=lambda c: grid.total(c, sizes)))
+        return Segment(sizes, grid.pick(legal, sizes))
 
     best: list[tuple[int, int, list[Segment]]] = [(0, 0, [])]  # up to each size: count, time
     for end in range(1, len(grid.sizes) + 1):
@@ -194,19 +206,20 @@ def fit_boxes(grid: Grid, limits: Sequence[tuple[int, int]]) -> list[Bounded]:
     Else it is cut where the two halves, each under its fastest candidate, lose least in total; the
     cut lies midway between two measured sizes. A box that another box's candidate could take over
     and lose no more than the spread is no box: what it was cut from becomes one again, with the
-    candidate that loses least at worst.
+    candidate that loses least at worst, if one was measured on all of it.
     """
     root = _divide(grid, grid.sizes, tuple(limits))
     while (weak := _weakest(grid, root)) is not None:
         weak.halves = None
-    return [node.box for node in root.leaves()]
+    return [leaf.box for leaf in root.leaves() if leaf.box is not None]
 
 
 @dataclass
 class _Node:
-    """A box, and the two that it is cut into; `box` is what serves it if it is not."""
+    """A box, and the two that it is cut into; `box` is what serves it if it is not: None where
+    nothing was measured on all of it, so that it has to be cut."""
 
-    box: Bounded
+    box: Bounded | None
     halves: tuple[_Node, _Node] | None = None
 
     def leaves(self) -> list[_Node]:
@@ -219,8 +232,8 @@ class _Node:
 
 
 def _divide(grid: Grid, sizes: tuple[Any, ...], limits: tuple[tuple[int, int], ...]) -> _Node:
-    whole = Bounded(limits, _serve(grid, sizes))
-    if all(grid.is_admissible(whole.segment.candidate, size) for size in sizes):
+    whole = Bounded(limits, _serve(grid, sizes)) if grid.measured_on(sizes) else None
+    if whole and all(grid.is_admissible(whole.segment.candidate, size) for size in sizes):
         return _Node(whole)
     options = []
     for axis in range(len(limits)):
@@ -231,7 +244,7 @@ def _divide(grid: Grid, sizes: tuple[Any, ...], limits: tuple[tuple[int, int], .
                 tuple(size for size in sizes if size[axis] > low),
             )
             options.append((sum(_loss(grid, half) for half in halves), axis, (low + high) // 2))
-    if not options:
+    if not options:  # one size, and every size has a candidate
         return _Node(whole)
     _, axis, cut = min(options)
     low, high = limits[axis]
@@ -247,13 +260,13 @@ def _weakest(grid: Grid, root: _Node) -> _Node | None:
     leaves = root.leaves()
     if len(leaves) == 1:
         return None
-    segments = [leaf.box.segment for leaf in leaves]
+    segments = [leaf.box.segment for leaf in leaves if leaf.box is not None]
     strengths = {id(leaf): _defence(grid, segments, i) for i, leaf in enumerate(leaves)}
     above = [
         (strengths[id(half)], i, node)
         for i, node in enumerate(root.parents())
         for half in node.halves or ()
-        if half.halves is None and strengths[id(half)] <= 1
+        if node.box is not None and half.halves is None and strengths[id(half)] <= 1
     ]
     return min(above, key=lambda found: found[:2])[2] if above else None
 
@@ -269,14 +282,12 @@ def _defence(grid: Grid, segments: Sequence[Segment], i: int) -> float:
 
 
 def _serve(grid: Grid, sizes: tuple[Any, ...]) -> Segment:
-    """The candidate that serves all sizes within what is allowed in the least total time; where
-    none does, the one that loses least at worst."""
+    """The pick of those that serve all sizes within what is allowed; where none does, the one that
+    loses least at worst."""
     measured = grid.measured_on(sizes)
     legal = [c for c in measured if all(grid.is_admissible(c, size) for size in sizes)]
     if legal:
-        return Segment(sizes, min(legal, key=lambda c: grid.total(c, sizes)))
-    if not measured:
-        raise ValueError(f"no candidate was measured at all of {sizes}")
+        return Segment(sizes, grid.pick(legal, sizes))
     return Segment(
         sizes, min(measured, key=lambda c: (grid.worst_loss(c, sizes), grid.total(c, sizes)))
     )

@@ -48,6 +48,7 @@ class Row(NamedTuple):
     times_us: tuple[float, float, float] | None  # median, p10, p90
     trials: int
     calls: int  # behind each of the times
+    serves_today: bool
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def draft_from(source: Source) -> Draft:
     )
     if len(axes) == 1:
         _check_coverage(grids, limits[0], setting)
+    kept = _kept(data, failed, setting)
     return Draft(
         source=source,
         option="sweep",
@@ -129,7 +131,7 @@ def draft_from(source: Source) -> Draft:
         regimes=tuple(
             regime
             for group, grid in grids.items()
-            for regime in _regimes(grid, group, limits, setting)
+            for regime in (kept[group] if group in kept else _regimes(grid, group, limits, setting))
         ),
         notes=(*failed.values(), *_unmeasured(data)),
     )
@@ -196,6 +198,7 @@ def _row(entry: dict[str, Any], setting: Setting, where: str) -> Row:
         _times(read.get(entry, "us", dict, where), f"{where}: us") if is_right else None,
         read.get(entry, "trials", int, where),
         _count(entry.get("calls", setting.iterations), "calls", where),
+        entry.get("serves_today") is True,
     )
 
 
@@ -285,7 +288,10 @@ def _unmeasured(data: dict[str, Any]) -> Iterator[str]:
 
 def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> dict[Group, Grid]:
     pools: dict[Group, dict[Any, dict[Candidate, list[Row]]]] = defaultdict(dict)
+    today: dict[Group, dict[Any, Candidate]] = defaultdict(dict)
     for row in rows:
+        if row.serves_today:
+            today[row.group][row.size] = row.candidate
         pool = pools[row.group].setdefault(row.size, {})
         if row.candidate not in failed:
             pool.setdefault(row.candidate, []).append(row)
@@ -308,6 +314,7 @@ def _grids(rows: list[Row], failed: dict[Candidate, str], setting: Setting) -> d
                 for size, pool in sizes.items()
             },
             setting.slowdown,
+            today[group],
         )
         for group, sizes in sorted(pools.items(), key=lambda item: item[0])
     }
@@ -358,6 +365,40 @@ def _describe(group: Group) -> str:
 
 
 # ---- regimes ------------------------------------------------------------------------------------
+
+
+def _kept(
+    data: dict[str, Any], failed: dict[Candidate, str], setting: Setting
+) -> dict[Group, list[Regime]]:
+    """Regimes that stay as they were, with the evidence of their own time: what was fitted here has
+    not beaten them. None of their candidates may have been wrong since."""
+    found: dict[Group, list[Regime]] = {}
+    for entry, where in _entries({"kept": []} | data, "kept", setting.where):
+        mode, constants = (
+            read.get(entry, "mode", str, where),
+            read.get(entry, "constants", dict, where),
+        )
+        regimes = []
+        for each, place in _entries(entry, "regimes", where):
+            candidate = _candidate(each, setting, place)
+            if candidate in failed:
+                raise EvidenceError(f"{place} serves today, and {failed[candidate]}")
+            axes = {
+                name: (int(low), int(high))
+                for name, (low, high) in read.get(each, "axes", dict, place).items()
+            }
+            regimes.append(
+                Regime(
+                    mode=mode,
+                    axes=axes,
+                    constants={name: (size, size) for name, size in constants.items()},
+                    route=candidate.route,
+                    config=candidate.config,
+                    evidence=read.get(each, "evidence", dict, place),
+                )
+            )
+        found[mode, tuple(constants.items())] = regimes
+    return found
 
 
 def _regimes(

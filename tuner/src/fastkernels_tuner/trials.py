@@ -19,10 +19,10 @@ import hashlib
 import importlib.util
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
@@ -40,6 +40,8 @@ from fastkernels_tuner.stats import trials_needed, upper_bound
 ADVERSARIAL = "adversarial"
 """The list of workloads that are generators: `case` holds the stratum's name, a seed, and fields
 that replace those of its case."""
+
+T = TypeVar("T")
 
 Risk = Literal["low", "medium", "high"]
 RISKS: tuple[Risk, ...] = ("low", "medium", "high")
@@ -515,6 +517,9 @@ Judge = Callable[[Candidate, Workload, Sequence[int]], Trials]
 """Judges one call per seed. `trials` counts calls with a verdict; a failure carries its cause and
 seed. `draw` makes the inputs."""
 
+JudgeAll = Callable[[Sequence[Candidate], Workload, Sequence[int]], Sequence[Trials]]
+"""The same for several candidates, each on the same draws."""
+
 FIRST_BATCH = 4
 BATCH = 64
 
@@ -531,6 +536,14 @@ class Verdict(Model):
     sums: tuple[Bound, ...]
     faults: tuple[Failure, ...]
     regressions: tuple[Regression, ...]  # new ones; in the corpus already
+
+
+class Subject(NamedTuple):
+    """A candidate, what it is judged on, and trials of it that are known already."""
+
+    candidate: Candidate
+    strata: Sequence[Stratum]
+    earlier: Sequence[Trials] = ()
 
 
 def run_trials(
@@ -556,41 +569,77 @@ def run_trials(
     judged again, and a wrong number in it is final. Raises TrialsError where the judge answers for
     another number of calls than it was given.
     """
-    run = _Run(judge, candidate, policy, corpus, record)
-    run.trials += [each for each in earlier if each.trials or each.failures]
-    outcome = run.before() or run.regressions(corpus.of(candidate, device), stop)
-    step = FIRST_BATCH
-    while outcome is None:
-        counted = count(strata, run.trials, policy)
-        todo = {b.stratum: b for b in counted.budgets if b.verdict == "need_more"}
-        if not todo:
-            break
-        for stratum in sorted(strata, key=lambda s: not s.is_adversarial):
-            if stratum.id not in todo:
-                continue
-            if stop():
-                outcome = count(strata, run.trials, policy).outcome
-                break
-            done = todo[stratum.id].trials
-            size = min(step, todo[stratum.id].trials_needed - done)
-            first = first_seed(seed, stratum.id) + done
-            outcome = run.batch(
-                stratum.workload, stratum.id, [(first + i) % SEEDS for i in range(size)]
-            )
-            if outcome is not None:
-                break
-        step = min(2 * step, batch)
-    counted = count(strata, run.trials, policy)
-    return Verdict(
-        candidate=candidate.id,
-        policy=policy.id,
-        outcome=counted.outcome if outcome is None else gravest((outcome, counted.outcome)),
-        trials=merged(run.trials),
-        budgets=counted.budgets,
-        sums=counted.sums,
-        faults=tuple(run.faults),
-        regressions=tuple(run.found),
+    (verdict,) = run_together(
+        lambda candidates, workload, seeds: [judge(c, workload, seeds) for c in candidates],
+        [Subject(candidate, strata, earlier)],
+        policy,
+        corpus=corpus,
+        device=device,
+        seed=seed,
+        stop=stop,
+        record=lambda _, trials: record(trials),
+        batch=batch,
     )
+    return verdict
+
+
+def run_together(
+    judge: JudgeAll,
+    subjects: Sequence[Subject],
+    policy: Policy,
+    *,
+    corpus: Corpus,
+    device: DeviceInfo,
+    seed: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+    record: Callable[[Candidate, Trials], None] = lambda candidate, trials: None,
+    batch: int = BATCH,
+) -> list[Verdict]:
+    """`run_trials` for several candidates side by side, one verdict each.
+
+    A stratum has the same seeds under every candidate, and what is asked of several at once goes to
+    `judge` in one call: it draws, and computes what is right, once. Whoever is behind goes on
+    first, so that those who share strata meet at them.
+    """
+    runs = [
+        _Run(subject, policy, corpus, record).steps(corpus.of(subject.candidate, device), seed,
+                                                    stop, batch)
+        for subject in subjects
+    ]  # fmt: skip
+    waiting: dict[int, _Batch] = {}
+    verdicts: dict[int, Verdict] = {}
+
+    def advance(which: int, found: Trials | None) -> None:
+        try:
+            waiting[which] = next(runs[which]) if found is None else runs[which].send(found)
+        except StopIteration as ended:
+            verdicts[which] = ended.value
+
+    for which in range(len(runs)):
+        advance(which, None)
+    while waiting:
+        first = min(waiting.values(), key=lambda each: each.place)
+        alike = [which for which, each in waiting.items() if each.asks == first.asks]
+        candidates = [subjects[which].candidate for which in alike]
+        for which in alike:
+            del waiting[which]
+        answers = judge(candidates, first.workload, first.seeds)
+        for which, found in zip(alike, answers, strict=True):
+            advance(which, found)
+    return [verdicts[which] for which in range(len(runs))]
+
+
+class _Batch(NamedTuple):
+    """Seeds of a stratum that are to be judged; `place`: how far that is."""
+
+    place: tuple[int, int]
+    workload: Workload
+    seeds: tuple[int, ...]
+
+    @property
+    def asks(self) -> tuple[str, tuple[int, ...]]:
+        """What makes two of them one."""
+        return self.workload.id, self.seeds
 
 
 SEEDS = 2**31
@@ -619,22 +668,43 @@ def merged(trials: Iterable[Trials]) -> tuple[Trials, ...]:
     )
 
 
+_Steps = Generator[_Batch, Trials, T]
+
+
 class _Run:
     def __init__(
         self,
-        judge: Judge,
-        candidate: Candidate,
+        subject: Subject,
         policy: Policy,
         corpus: Corpus,
-        record: Callable[[Trials], None],
+        record: Callable[[Candidate, Trials], None],
     ) -> None:
-        self.judge, self.candidate, self.policy = judge, candidate, policy
-        self.corpus, self.record = corpus, record
-        self.trials: list[Trials] = []
+        self.candidate, self.strata, earlier = subject
+        self.policy, self.corpus, self.record = policy, corpus, record
+        self.trials = [each for each in earlier if each.trials or each.failures]
         self.faults: list[Failure] = []
         self.found: list[Regression] = []
 
-    def before(self) -> Fail | None:
+    def steps(
+        self, records: Sequence[Regression], seed: int, stop: Callable[[], bool], batch: int
+    ) -> _Steps[Verdict]:
+        """Asks for batches, takes what came of each, and ends with the verdict."""
+        outcome = self._before() or (yield from self._regressions(records, stop))
+        if outcome is None:
+            outcome = yield from self._sample(seed, stop, batch)
+        counted = count(self.strata, self.trials, self.policy)
+        return Verdict(
+            candidate=self.candidate.id,
+            policy=self.policy.id,
+            outcome=counted.outcome if outcome is None else gravest((outcome, counted.outcome)),
+            trials=merged(self.trials),
+            budgets=counted.budgets,
+            sums=counted.sums,
+            faults=tuple(self.faults),
+            regressions=tuple(self.found),
+        )
+
+    def _before(self) -> Fail | None:
         """What is known already: a candidate that was wrong once is wrong."""
         for each in self.trials:
             if failures := wrong(each):
@@ -649,23 +719,49 @@ class _Run:
             seed=known.seed,
         )
 
-    def regressions(
+    def _regressions(
         self, records: Sequence[Regression], stop: Callable[[], bool]
-    ) -> Outcome | None:
+    ) -> _Steps[Outcome | None]:
         for done, known in enumerate(records):
             if stop():
                 left = len(records) - done
                 return NeedMore(n=left, message=f"{left} draws that failed before")
-            outcome = self.batch(known.workload, f"regression:{known.id}", [known.seed])
+            asked = _Batch((0, done), known.workload, (known.seed,))
+            outcome = yield from self._batch(asked, f"regression:{known.id}")
             if outcome is not None:
                 return outcome
         return None
 
-    def batch(self, workload: Workload, stratum: str, seeds: list[int]) -> Outcome | None:
+    def _sample(self, seed: int, stop: Callable[[], bool], batch: int) -> _Steps[Outcome | None]:
+        """The strata in turns; None where all bounds hold."""
+        step, turn = FIRST_BATCH, 1
+        in_order = sorted(self.strata, key=lambda stratum: not stratum.is_adversarial)
+        while True:
+            counted = count(self.strata, self.trials, self.policy)
+            todo = {b.stratum: b for b in counted.budgets if b.verdict == "need_more"}
+            if not todo:
+                return None
+            for i, stratum in enumerate(in_order):
+                if stratum.id not in todo:
+                    continue
+                if stop():
+                    return count(self.strata, self.trials, self.policy).outcome
+                done = todo[stratum.id].trials
+                size = min(step, todo[stratum.id].trials_needed - done)
+                first = first_seed(seed, stratum.id) + done
+                seeds = tuple((first + k) % SEEDS for k in range(size))
+                asked = _Batch((turn, i), stratum.workload, seeds)
+                outcome = yield from self._batch(asked, stratum.id)
+                if outcome is not None:
+                    return outcome
+            step, turn = min(2 * step, batch), turn + 1
+
+    def _batch(self, asked: _Batch, stratum: str) -> _Steps[Outcome | None]:
         """Judge some seeds; None where all were right. An attempt that the infrastructure cut
         short is made again from its beginning, and what it had found right does not count."""
+        workload, seeds = asked.workload, asked.seeds
         for _ in range(self.policy.max_retries + 1):
-            found = self.judge(self.candidate, workload, seeds)
+            found = yield asked
             worst = found.worst if found.worst <= BOUNDLESS else BOUNDLESS  # NaN, too
             found = found.model_copy(update={"stratum": stratum, "worst": worst})
             if failures := wrong(found):
@@ -678,17 +774,17 @@ class _Run:
                         f"expected {len(seeds)}"
                     )
                 self.trials.append(found)
-                self.record(found)
+                self.record(self.candidate, found)
                 return None
             self.faults += found.failures
-            self.record(found.model_copy(update={"trials": 0}))
+            self.record(self.candidate, found.model_copy(update={"trials": 0}))
         return Inconclusive(
             message=f"{workload}: {self.policy.max_retries + 1} attempts, the last one ended by "
             f"{self.faults[-1].cause.value}: {self.faults[-1].message}"
         )
 
     def _keep(
-        self, found: Trials, workload: Workload, seeds: list[int], failures: Sequence[Failure]
+        self, found: Trials, workload: Workload, seeds: Sequence[int], failures: Sequence[Failure]
     ) -> None:
         """File wrong trials, and their seeds: all of the batch where the judge names none."""
         self.faults += [f for f in found.failures if f.cause.is_infrastructure]
@@ -711,4 +807,4 @@ class _Run:
             for seed in wrong_seeds or seeds
         ]
         self.corpus.add(*self.found)
-        self.record(found)
+        self.record(self.candidate, found)

@@ -504,9 +504,7 @@ class Judge:
     def _errors(self, which: int) -> list[Error]:
         now, slot = self._now, self.slot(which)
         drawn = now.drawn[which]
-        if drawn.expected is None:
-            for other in now.drawn.values():
-                other.expected = None  # one at a time: float64 is large
+        if drawn.expected is None:  # kept as long as its inputs: the next candidate gets the same
             drawn.expected = now.expect(drawn.inputs)
             _refuse_nan(now.workload, drawn)
         by_name = {lent.name: lent for lent in now.loan.tensors}

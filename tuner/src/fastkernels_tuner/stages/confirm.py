@@ -1,8 +1,9 @@
 """Confirm: the fitted choice against what serves today, paired, in two independent sessions.
 
-Per mode and constants, on the workloads where the two differ. Only what wins in both sessions
-changes; everywhere else the champion stays, so that tables do not flip from one campaign to the
-next. Where there is no champion, or it serves by a fallback alone, there is nothing to be beaten.
+Per mode and constants, on the workloads where the two differ, those beside boundaries among them.
+Only what wins in both sessions changes; everywhere else the champion stays, so that tables do not
+flip from one campaign to the next. Where the sweep shows no gain there is nothing to confirm. Where
+there is no champion, or it serves by a fallback alone, or is wrong, there is nothing to be beaten.
 
 The second session is another GPU's, of the same product, where one is at hand or has taken part;
 the conclusion says which GPUs it rests on, and what each of them showed.
@@ -10,10 +11,14 @@ the conclusion says which GPUs it rests on, and what each of them showed.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fastkernels_tuner import plan
+from fastkernels_tuner import evidence, plan
 from fastkernels_tuner.campaign import Campaign, Done, Measures
 from fastkernels_tuner.measure import Rejected
 from fastkernels_tuner.model import Candidate, Decision, Workload
@@ -21,17 +26,18 @@ from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import fit
 from fastkernels_tuner.stats import Budget, PairedTest, Verdict, confirm, log_ratio
 
+MOST_WORKLOADS = 8  # in a session: a pair of one takes an H200 0.6 s, and six pairs are made
+
 
 def jobs(campaign: Campaign) -> list[dict[str, Any]]:
-    """One comparison for each mode and constants; the second session follows a win in the first.
-    The level of each is its share of what the whole campaign may promote wrongly."""
-    if not campaign.spec.champion:
-        return []
-    differences = _differences(campaign)
-    budget = Budget(alpha=campaign.policy.alpha, planned=max(len(differences), 1))
+    """One comparison for each mode and constants that may have gained; the second session follows a
+    win in the first. The level of each is its share of what the whole campaign may promote
+    wrongly."""
+    compared = {g: d for g, d in differences(campaign).items() if d.is_promising and not d.wrong}
+    budget = Budget(alpha=campaign.policy.alpha, planned=max(len(compared), 1))
     second = _second_gpus(campaign)
     found = []
-    for group in sorted(differences):
+    for group, difference in sorted(compared.items()):
         budget = budget.reserve(str(group))
         mode, constants = group
         first = {
@@ -42,7 +48,7 @@ def jobs(campaign: Campaign) -> list[dict[str, Any]]:
             "alpha": budget.levels[str(group)],
             "pairs": [
                 [workload.model_dump(mode="json"), new.model_dump(), old.model_dump()]
-                for workload, new, old in differences[group]
+                for workload, new, old in difference.pairs[:MOST_WORKLOADS]
             ],
         }
         found.append(first)
@@ -70,13 +76,32 @@ def _group(payload: dict[str, Any]) -> plan.Group:
     return payload["mode"], tuple((name, value) for name, value in payload["constants"])
 
 
-def _differences(
-    campaign: Campaign,
-) -> dict[plan.Group, list[tuple[Workload, Candidate, Candidate]]]:
+@dataclass
+class Difference:
+    """Of a mode and constants: workload, the fitted choice, the champion's where they differ; the
+    mean of the log ratios that the sweep shows of those measured under both; and what of the
+    champion's was wrong when it was verified."""
+
+    pairs: list[tuple[Workload, Candidate, Candidate]]
+    gain: float
+    min_gain: float
+    wrong: list[Candidate]
+
+    @property
+    def is_promising(self) -> bool:
+        return self.gain >= self.min_gain
+
+
+def differences(campaign: Campaign) -> dict[plan.Group, Difference]:
+    """In the order of the campaign's workloads, and then of the probes beside boundaries."""
+    if not campaign.spec.champion:
+        return {}
     operator = campaign.operator
     table = fit.fitted(campaign, fit.FINAL)
+    times = evidence.times(campaign)
+    probes = [Workload(**done.payload["workload"]) for done in campaign.done("fit")]
     found: dict[plan.Group, list[tuple[Workload, Candidate, Candidate]]] = defaultdict(list)
-    for workload in campaign.spec.workloads:
+    for workload in (*campaign.spec.workloads, *probes):
         key = plan.key_of(operator, workload, campaign.info)
         hit = table.lookup(dict(key.axes), key.mode)
         assert hit is not None
@@ -84,7 +109,28 @@ def _differences(
         old = campaign.served(workload)
         if new != old:
             found[plan.group_of(operator, key)].append((workload, new, old))
-    return found
+    out = evidence.rejected(campaign)
+    return {
+        group: Difference(
+            pairs,
+            _gain(pairs, times),
+            campaign.policy.min_gain,
+            [old for _, _, old in pairs if old.id in out],
+        )
+        for group, pairs in found.items()
+    }
+
+
+def _gain(
+    pairs: Sequence[tuple[Workload, Candidate, Candidate]], times: Mapping[tuple[str, str], float]
+) -> float:
+    """Without any time to compare, a session has to say: inf."""
+    ratios = [
+        math.log(times[workload.id, old.id] / times[workload.id, new.id])
+        for workload, new, old in pairs
+        if {(workload.id, old.id), (workload.id, new.id)} <= times.keys()
+    ]
+    return statistics.mean(ratios) if ratios else math.inf
 
 
 def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[str, Any]:
@@ -131,9 +177,10 @@ def finish(campaign: Campaign) -> dict[str, Any]:
     for done in campaign.done("confirm"):
         sessions[_group(done.payload)].append(done)
     kept, comparisons = [], []
-    for (mode, constants), each in sorted(sessions.items()):
-        decision, reason = _together(each)
-        where = ", then ".join(done.gpu for done in each)
+    for group, difference in sorted(differences(campaign).items()):
+        (mode, constants), each = group, sessions[group]
+        decision, reason = _together(each) if each else _uncompared(difference)
+        where = ", then ".join(done.gpu for done in each) or "nothing"
         campaign.say(f"{mode}{dict(constants) or ''}: {decision}, on {where}: {reason}")
         comparisons.append(
             {
@@ -148,6 +195,14 @@ def finish(campaign: Campaign) -> dict[str, Any]:
             kept.append([mode, [list(pair) for pair in constants]])
     gpus = sorted({done.gpu for each in sessions.values() for done in each})
     return {"kept": kept, "gpus": gpus, "comparisons": comparisons}
+
+
+def _uncompared(difference: Difference) -> tuple[Decision, str]:
+    if difference.wrong:
+        return "promote", f"what serves today is wrong: {difference.wrong[0]}"
+    if difference.is_promising:
+        return "inconclusive", "no session came to its end"
+    return "keep", f"the sweep shows a gain of {math.expm1(difference.gain):.2%}: not compared"
 
 
 def _shown(done: Done) -> dict[str, Any]:

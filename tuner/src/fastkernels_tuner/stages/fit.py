@@ -1,8 +1,9 @@
 """Fit: the fewest regimes within the policy's slowdown, their boundaries measured more closely.
 
 Between two measured sizes a boundary is a guess. What lies around it (t - 1, t, t + 1, and a sample
-in between) is measured under the candidates of all regimes of that mode, and the fit is made again,
-`policy.probe_rounds` times or until no boundary has anything unmeasured beside it.
+in between) is measured under the candidates of all regimes of that mode and under what serves it
+today, and the fit is made again, `policy.probe_rounds` times or until no boundary has anything
+unmeasured beside it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ def _probes(campaign: Campaign, table: Table) -> list[tuple[Workload, list[Candi
             )
             if inside and all(size > 0 for _, size in axes) and (axes, mode) not in measured:
                 measured.add((axes, mode))
-                found.append((workload, list(candidates.values())))
+                under = dict(candidates)
+                if campaign.spec.champion:
+                    reigning = campaign.served(workload)
+                    under[reigning.id] = reigning
+                found.append((workload, list(under.values())))
     return found[: campaign.policy.max_probes]
 
 
