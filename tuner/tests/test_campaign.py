@@ -16,6 +16,8 @@ from click.testing import CliRunner
 
 from fastkernels.core import dispatch
 from fastkernels.core import table as tables
+from fastkernels.core.device import named_device
+from fastkernels.errors import ArgumentError
 from fastkernels_tuner import controller, emit, evidence, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.cli import campaigns, main
@@ -196,6 +198,17 @@ def test_it_goes_on_after_a_kill(store: Store, tmp_path: Path, dies_at: int) -> 
     assert {row.status for row in rows} == {"done"}
     assert len({row.key for row in rows}) == len(rows)
     store.check(campaign.id)
+
+
+def test_a_campaign_is_read_away_from_its_gpu(store: Store, tmp_path: Path) -> None:
+    """Its table and report can be made where it is brought to."""
+    h200 = ENVIRONMENT.model_copy(update={"device": "NVIDIA H200", "arch": "sm90"})
+    spec = plan.make(OP, "cpu", small(), h200, seed=3).model_copy(update={"device": "cuda:0"})
+    campaign = Campaign(store, store.create(spec), tmp_path)
+    assert campaign.info == named_device("h200")
+    other = spec.model_copy(update={"environment": h200.model_copy(update={"device": "GTX 480"})})
+    with pytest.raises(ArgumentError, match="gtx-480"):
+        _ = Campaign(store, store.create(other), tmp_path).info
 
 
 def test_a_second_controller_is_refused(store: Store, tmp_path: Path) -> None:

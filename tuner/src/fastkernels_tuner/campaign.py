@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fastkernels.core.archs import product_slug
 from fastkernels.core.device import DeviceInfo, named_device
 from fastkernels.core.route import Operator
+from fastkernels.errors import ArgumentError
 from fastkernels_tuner import plan
 from fastkernels_tuner.model import (
     Block,
@@ -104,7 +106,12 @@ class Campaign:
 
     @cached_property
     def info(self) -> DeviceInfo:
-        return named_device(self.spec.device)
+        """The device; away from it what its product says, which is all that tables and reports
+        need."""
+        try:
+            return named_device(self.spec.device)
+        except ArgumentError:
+            return named_device(product_slug(self.spec.environment.device))
 
     @cached_property
     def workloads(self) -> dict[str, Workload]:
