@@ -168,7 +168,7 @@ void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params
 }
 
 // False: nothing was launched. `plan.tile` is rows of V a block, and bytes of workspace for each
-// chunk of each head, 0 where the plan is one launch.
+// chunk of each head, 0 where the plan has none.
 bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
   Grid grid;
   if (!LayOut(plan, *p, &grid)) return false;

@@ -18,8 +18,8 @@
 // A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and
 // P: what is not finite in Y or U (as bfloat16) is taken out, and put back from that token on.
 //
-// Barriers: one of the whole block a chunk; 1 (state warps) twice, 2 (U is there: state warps
-// arrive, output warps wait) once.
+// Barriers a chunk: 5 (all 8 warps) once; 1 (state warps) twice, 2 (U is there: state warps arrive,
+// output warps wait) once.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ namespace fastkernels::gdn_prefill {
 
 constexpr int kChainThreads = 256;
 constexpr int kGroupThreads = 128;  // state warps, and output warps
-constexpr uint32_t kStateBarrier = 1, kUpdateBarrier = 2;
+constexpr uint32_t kStateBarrier = 1, kUpdateBarrier = 2, kChainBarrier = 5;
 
 // One chunk's inputs in shared memory. T, P and gates are of a stage of their own where they are
 // brought from the workspace, one for all stages where the block makes them.
@@ -41,8 +41,10 @@ struct Stage {
   ChunkGates* gates;
 };
 
-// Whether a value is a finite one as bfloat16, too.
-__device__ __forceinline__ bool is_operand(float x) { return fabsf(x) <= 0x1.fep127f; }
+// Whether a value is a finite one as bfloat16, too: by the bits of its magnitude, which are in the
+// order of magnitudes, NaN the largest.
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+constexpr uint32_t kLargestOperand = 0x7f7f0000u;  // 0x1.fep127f
 
 // Fragments (16 rows, 16 columns) of bfloat16 left operands: 16 bytes a lane.
 constexpr int kFragmentBytes = 512;
@@ -147,35 +149,30 @@ struct Chain {
     }
   }
 
-  // Of this lane's 8 elements of each tile, tokens from `token` on: takes out what is no operand,
-  // and says since which token the two rows of V have some. No branch an element.
-  struct Bad {
-    int32_t first[2];  // kChunk: none
-    uint32_t elements;
-  };
-
-  static __device__ __forceinline__ Bad take_out(float (&x)[2][4], uint32_t token) {
-    Bad bad = {{kChunk, kChunk}, 0};
+  // Of this lane's 8 elements of a tile, tokens from `token` on: takes out what is no operand, says
+  // which, and reports since which token the two rows of V have some. One branch for all of them:
+  // mostly there is none, and the chain waits for this twice a chunk.
+  __device__ __forceinline__ uint32_t take_out(float (&x)[2][4], uint32_t token, uint32_t parity,
+                                               int tile) const {
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int h = i / 4, upper = i % 4 / 2, j = i % 2;
-      const int32_t t = static_cast<int32_t>(token + threadIdx.x % 4 * 2) + 8 * h + j;
-      float& y = x[h][2 * upper + j];
-      const bool is_bad = !is_operand(y);
-      bad.first[upper] = min(bad.first[upper], is_bad ? t : kChunk);
-      bad.elements |= is_bad ? 1u << i : 0u;
-      y = is_bad ? 0.0f : y;
-    }
-    return bad;
-  }
-
-  __device__ __forceinline__ void report(const Bad& bad, uint32_t parity, int tile) const {
-    if (bad.elements == 0) return;
+    for (int i = 0; i < 8; ++i) largest = max(largest, magnitude(x[i / 4][i % 4]));
+    if (largest <= kLargestOperand) return 0;
+    uint32_t elements = 0;
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-      atomicMin(first_bad(parity) + 16 * tile + 8 * upper + threadIdx.x % kWarpSize / 4,
-                bad.first[upper]);
+      int32_t first = kChunk;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& y = x[i / 2][2 * upper + i % 2];
+        if (magnitude(y) <= kLargestOperand) continue;
+        y = 0.0f;
+        first = min(first, static_cast<int32_t>(token + threadIdx.x % 4 * 2) + i / 2 * 8 + i % 2);
+        elements |= 1u << (i / 2 * 4 + 2 * upper + i % 2);
+      }
+      atomicMin(first_bad(parity) + 16 * tile + 8 * upper + threadIdx.x % kWarpSize / 4, first);
     }
+    return elements;
   }
 
   // A state warp's part of one chunk. S: rows g, g + 8 of each tile, columns 32 * warp + 8 * j +
@@ -214,7 +211,7 @@ struct Chain {
         float& y = sum[r][h][2 * upper + j];
         y = beta[h][j] * fmaf(-ptx::exp2(decay[h][j]), y, value);
       }
-      report(take_out(sum[r], token), parity, r);
+      take_out(sum[r], token, parity, r);
       store_fragment(y(), r * 4 + warp, sum[r][0], sum[r][1]);
     }
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
@@ -229,21 +226,20 @@ struct Chain {
       for (int upper = 0; upper < 2; ++upper) {
         bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
-      const Bad overflow = take_out(update[r], token);
-      report(overflow, parity, r);
+      const uint32_t overflow = take_out(update[r], token, parity, r);
       store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, j = i % 2;
         update[r][h][i % 4] *= ptx::exp2(last - decay[h][j]);
       }
-      if (min(bad[0], bad[1]) < kChunk || overflow.elements != 0) {
+      if (min(bad[0], bad[1]) < kChunk || overflow != 0) {
         // One NaN of a row makes its whole state NaN.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int h = i / 4, upper = i % 4 / 2, j = i % 2;
           const bool is_bad = static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper];
-          if (is_bad || (overflow.elements >> i & 1) != 0) update[r][h][2 * upper + j] = NAN;
+          if (is_bad || (overflow >> i & 1) != 0) update[r][h][2 * upper + j] = NAN;
         }
       }
       store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);

@@ -18,7 +18,7 @@
 namespace fastkernels::gdn_prefill {
 namespace {
 
-using Block = Sequence<FK_ROWS_PER_BLOCK, 2, true, FK_ALIGNED>;
+using Block = Sequence<FK_ROWS_PER_BLOCK, 2, Maker::kBlock, FK_ALIGNED>;
 static_assert(FK_THREADS == kChainThreads && FK_SHARED_BYTES == Block::kSharedBytes,
               "kernels/__init__.py says otherwise");
 static_assert(kChainThreads == kPrepareThreads, "the same warps do both");
@@ -27,6 +27,7 @@ static_assert(kChainThreads == kPrepareThreads, "the same warps do both");
 
 extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
     gdn_prefill_chunk_fused(const __grid_constant__ Params p) {
+  const Only only = load_only(p);
   const Part part = find_part<Block::kSlabs>(p);
   Block block{p,
               ptx::dynamic_shared(),
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
               part.slab * FK_ROWS_PER_BLOCK,
               load_head_value(p.A_log, part.head),
               load_head_value(p.dt_bias, part.head)};
-  block.run(part.position);
+  block.run(only, part.position);
 }
 
 }  // namespace fastkernels::gdn_prefill

@@ -21,47 +21,37 @@ namespace {
 
 #if FK_PREPARE
 
-constexpr int kQ = kKeysBytes;
-constexpr int kGates = kQ + kKeysBytes;
-constexpr int kSystem = kGates + kGatesPieces * 16;
-constexpr int kInverse = 0;  // in the place of q and k, which are not needed any more
-static_assert(kChunk * kPitch * 4 <= kGates, "it fits");
-constexpr int kScratch = kSystem + kChunk * kPitch * 4;
+constexpr int kScratch = kMakerBytes;
 constexpr int kPrepareBytes = kScratch + 128;
 static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
               "kernels/__init__.py says otherwise");
 
-__device__ __forceinline__ void prepare_chunk(const Params& p, int32_t number, uint32_t head) {
+__device__ __forceinline__ void prepare_chunk(const Params& p, const Only& only, int32_t number,
+                                              uint32_t head) {
   unsigned char* shared = ptx::dynamic_shared();
+  const float A_log = load_head_value(p.A_log, head), dt_bias = load_head_value(p.dt_bias, head);
   const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
-  if (p.num_seqs == 1) prefetch_keys<kPrepareThreads>(p, q_head, number * kChunk);
-  const Chunk chunk =
-      find_chunk<kPrepareThreads>(p, number, reinterpret_cast<int32_t*>(shared + kScratch));
-  if (chunk.length == 0) return;
-  copy_keys<kPrepareThreads, FK_ALIGNED>(shared, p.k, p.k_stride_t, q_head * p.k_stride_h, chunk,
-                                         threadIdx.x);
-  copy_keys<kPrepareThreads, FK_ALIGNED>(shared + kQ, p.q, p.q_stride_t, q_head * p.q_stride_h,
-                                         chunk, threadIdx.x);
-  ptx::copy_commit();
-  auto* gates = reinterpret_cast<ChunkGates*>(shared + kGates);
-  if (threadIdx.x < kWarpSize) {
-    compute_gates(load_gates(p, head, chunk), load_head_value(p.A_log, head),
-                  load_head_value(p.dt_bias, head), chunk.length, gates);
+  const bool is_only = p.num_seqs == 1;
+  Chunk guess = {0, 0};
+  RawGates raw = {};
+  if (is_only) {
+    guess = {number * kChunk, min(p.num_tokens - number * kChunk, kChunk)};
+    raw = load_chunk<FK_ALIGNED>(p, head, q_head, guess, shared);
   }
-  ptx::copy_wait<0>();
-  __syncthreads();
-  unsigned char* to = find_prepared(p, number, head);
-  prepare({shared + kQ, shared, gates, reinterpret_cast<float*>(shared + kSystem),
-           reinterpret_cast<float*>(shared + kInverse), to, to + kPairsBytes});
-  if (threadIdx.x < kGatesPieces) {
-    reinterpret_cast<uint4*>(to + kPreparedPairs)[threadIdx.x] =
-        reinterpret_cast<const uint4*>(gates)[threadIdx.x];
+  const Chunk chunk = is_only ? chunk_at(tokens_of(p, only), 0, number)
+                              : find_chunk<kPrepareThreads>(
+                                    p, number, reinterpret_cast<int32_t*>(shared + kScratch));
+  if (!(chunk == guess) || chunk.length == 0) {
+    finish_copies();
+    if (chunk.length == 0) return;
+    raw = load_chunk<FK_ALIGNED>(p, head, q_head, chunk, shared);
   }
+  make_chunk(p, head, A_log, dt_bias, number, chunk.length, raw, shared);
 }
 
 #else
 
-using Block = Sequence<FK_ROWS_PER_BLOCK, FK_STAGES, false, FK_ALIGNED>;
+using Block = Sequence<FK_ROWS_PER_BLOCK, FK_STAGES, Maker::kKernel, FK_ALIGNED>;
 static_assert(FK_THREADS == kChainThreads && FK_SHARED_BYTES == Block::kSharedBytes,
               "kernels/__init__.py says otherwise");
 
@@ -71,14 +61,16 @@ static_assert(FK_THREADS == kChainThreads && FK_SHARED_BYTES == Block::kSharedBy
 
 extern "C" __global__ void __launch_bounds__(FK_THREADS, FK_PREPARE ? 3 : 1)
     gdn_prefill_chunk_split(const __grid_constant__ Params p) {
+  const Only only = load_only(p);
 #if FK_PREPARE
   ptx::launch_dependents();
-  prepare_chunk(p, static_cast<int32_t>(blockIdx.x / p.num_v_heads), blockIdx.x % p.num_v_heads);
+  prepare_chunk(p, only, static_cast<int32_t>(blockIdx.x / p.num_v_heads),
+                blockIdx.x % p.num_v_heads);
 #else
   const Part part = find_part<Block::kSlabs>(p);
   Block block{
       p, ptx::dynamic_shared(), part.head, part.q_head, part.slab * FK_ROWS_PER_BLOCK, 0.0f, 0.0f};
-  block.run(part.position);
+  block.run(only, part.position);
 #endif
 }
 

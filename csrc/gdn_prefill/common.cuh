@@ -16,17 +16,27 @@ constexpr uint32_t kWarpSize = 32;
 
 // ---- sequences ----------------------------------------------------------------------------------
 
-// An offset as it counts: clamped to [0, num_tokens]. Offsets come from the device and are not
-// trusted.
-__device__ __forceinline__ int32_t load_offset(const Params& p, int64_t idx) {
-  const uint32_t* words = static_cast<const uint32_t*>(p.cu_seqlens);
+// An offset as loaded. Twice the same word where it has only one.
+struct RawOffset {
+  int32_t low, high;
+};
+
+__device__ __forceinline__ RawOffset load_raw_offset(const Params& p, int64_t idx) {
+  const int32_t* words = static_cast<const int32_t*>(p.cu_seqlens);
   words += idx * p.cu_stride << (p.offset_words - 1);
-  const int32_t low = static_cast<int32_t>(ptx::load_constant(words));
-  const int32_t high = static_cast<int32_t>(ptx::load_constant(words + p.offset_words - 1));
-  if (high < 0) return 0;
-  const bool is_beyond = (p.offset_words == 2 && high > 0) ||
-                         static_cast<uint32_t>(low) > static_cast<uint32_t>(p.num_tokens);
-  return is_beyond ? p.num_tokens : low;
+  return {ptx::load_constant(words), ptx::load_constant(words + p.offset_words - 1)};
+}
+
+// As it counts: clamped to [0, num_tokens]. Offsets come from the device and are not trusted.
+__device__ __forceinline__ int32_t clamp_offset(const Params& p, RawOffset raw) {
+  if (raw.high < 0) return 0;
+  const bool is_beyond = (p.offset_words == 2 && raw.high > 0) ||
+                         static_cast<uint32_t>(raw.low) > static_cast<uint32_t>(p.num_tokens);
+  return is_beyond ? p.num_tokens : raw.low;
+}
+
+__device__ __forceinline__ int32_t load_offset(const Params& p, int64_t idx) {
+  return clamp_offset(p, load_raw_offset(p, idx));
 }
 
 __device__ __forceinline__ int32_t warp_max(int32_t x) {
@@ -40,13 +50,36 @@ __device__ __forceinline__ int32_t warp_max(int32_t x) {
 // A sequence's tokens: `length` of them from `start` on. An offset counts as the largest so far.
 struct Tokens {
   int32_t start, length;
+
+  __device__ __forceinline__ bool operator==(const Tokens& other) const {
+    return start == other.start && length == other.length;
+  }
 };
+
+// The offsets of a sequence that is the only one, on their way since a kernel's first instructions.
+// Most likely they are 0 and `num_tokens`: what is wanted then is on its way, too, before they are
+// there, and comes again where they say otherwise, each piece by the same thread to the same place.
+// That is one access of memory less in a row.
+struct Only {
+  RawOffset start, next;
+};
+
+__device__ __forceinline__ Only load_only(const Params& p) {
+  if (p.num_seqs != 1) return {};
+  return {load_raw_offset(p, 0), load_raw_offset(p, 1)};
+}
+
+__device__ __forceinline__ Tokens tokens_of(const Params& p, const Only& only) {
+  const int32_t start = clamp_offset(p, only.start);
+  return {start, max(clamp_offset(p, only.next) - start, 0)};
+}
 
 // The tokens of sequence `seq`, found by all threads of the block together. `scratch`: one word a
 // warp, in shared memory; free again after the next barrier.
 template <int kThreads>
 __device__ __forceinline__ Tokens find_tokens(const Params& p, int32_t seq, int32_t* scratch) {
   int32_t start = 0;
+#pragma unroll 1
   for (int32_t i = threadIdx.x; i <= seq; i += kThreads) start = max(start, load_offset(p, i));
   const int32_t next = load_offset(p, int64_t{seq} + 1);
   start = warp_max(start);
@@ -96,9 +129,7 @@ struct Located {
 template <int kThreads>
 __device__ __forceinline__ Located locate(const Params& p, int32_t position, int32_t* scratch,
                                           int32_t* lengths) {
-  if (p.num_seqs == 1 || p.num_seqs > kThreads) {
-    return {position, find_tokens<kThreads>(p, position, scratch)};
-  }
+  if (p.num_seqs > kThreads) return {position, find_tokens<kThreads>(p, position, scratch)};
   const int32_t seq = threadIdx.x;
   int32_t before = 0;
   const Tokens tokens = find_tile<kThreads>(p, 0, &before, scratch);
@@ -123,7 +154,19 @@ __device__ __forceinline__ Located locate(const Params& p, int32_t position, int
 // A chunk by its number (params.h): tokens `start` to `start + length` of one sequence.
 struct Chunk {
   int32_t start, length;  // length 0: no chunk has the number
+
+  __device__ __forceinline__ bool operator==(const Chunk& other) const {
+    return start == other.start && length == other.length;
+  }
 };
+
+// The chunk of this number, if it is one of sequence `seq`, whose first number is not above.
+__device__ __forceinline__ Chunk chunk_at(Tokens tokens, int32_t seq, int32_t number) {
+  const int64_t skipped = (number - (tokens.start / kChunk + int64_t{seq})) * kChunk;
+  if (skipped < 0 || skipped >= tokens.length) return {0, 0};
+  return {static_cast<int32_t>(tokens.start + skipped),
+          static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk}))};
+}
 
 // Found by all threads of the block together. `scratch`: one word a warp and two more.
 template <int kThreads>
@@ -140,11 +183,9 @@ __device__ __forceinline__ Chunk find_chunk(const Params& p, int32_t number, int
     const int32_t num_reached = __syncthreads_count(is_reached);
     if (num_reached == 0) break;
     if (threadIdx.x == num_reached - 1) {
-      const int64_t skipped = (number - first_number) * kChunk;
-      const bool is_inside = skipped < tokens.length;
-      found[0] = is_inside ? static_cast<int32_t>(tokens.start + skipped) : 0;
-      found[1] =
-          is_inside ? static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk})) : 0;
+      const Chunk chunk = chunk_at(tokens, seq, number);
+      found[0] = chunk.start;
+      found[1] = chunk.length;
     }
     if (num_reached < kThreads) break;
   }
@@ -344,6 +385,12 @@ __device__ __forceinline__ void store_piece(uint16_t* to, uint4 words) {
   }
 }
 
+// All of this thread's copies have come.
+__device__ __forceinline__ void finish_copies() {
+  ptx::copy_commit();
+  ptx::copy_wait<0>();
+}
+
 // The rows of a chunk of q or k, of the head at `offset`, into a swizzled tile; rows beyond the
 // chunk's end become zeros, whatever lies there. By `kThreads` threads, this is number `thread`.
 template <int kThreads, bool kAligned>
@@ -356,47 +403,12 @@ __device__ __forceinline__ void copy_keys(unsigned char* tile, const void* x, in
   // One pointer that moves on: an address from its row costs ten instructions a piece.
   const uint16_t* from = static_cast<const uint16_t*>(x) + (int64_t{chunk.start} + row) * stride_t +
                          offset + 8 * piece;
-#pragma unroll
+#pragma unroll kAligned ? kChunk / kRows : 1
   for (int i = 0; i < kChunk / kRows; ++i) {
     copy_piece<kAligned>(shared + i * kRows * kKeyBytes, tile, from,
                          static_cast<int32_t>(row) + i * kRows < chunk.length);
     from += kRows * stride_t;
   }
-}
-
-// ---- what is likely to be wanted ----------------------------------------------------------------
-
-// Offsets and indices have to be read before anything else can be, which costs one access of
-// memory more. Where there is one sequence it most likely starts at token 0: then its rows are on
-// their way into L2 meanwhile. Nothing depends on the guess.
-
-// q and k of a head: a chunk from token `first` on.
-template <int kThreads>
-__device__ __forceinline__ void prefetch_keys(const Params& p, uint32_t q_head, int32_t first) {
-  constexpr int kLines = kKeyBytes / 128;
-  for (int32_t i = threadIdx.x; i < kChunk * kLines; i += kThreads) {
-    const int64_t token = int64_t{first} + i / kLines;
-    if (token >= p.num_tokens) return;
-    const int64_t offset = i % kLines * 64;
-    ptx::prefetch_l2(static_cast<const uint16_t*>(p.k) + token * p.k_stride_t +
-                     q_head * p.k_stride_h + offset);
-    ptx::prefetch_l2(static_cast<const uint16_t*>(p.q) + token * p.q_stride_t +
-                     q_head * p.q_stride_h + offset);
-  }
-}
-
-// v, from `column` on, of the first chunk, and the state's rows of V from there on.
-template <int kThreads, int kRows>
-__device__ __forceinline__ void prefetch_rows(const Params& p, uint32_t head, uint32_t column) {
-  if (threadIdx.x < kChunk && static_cast<int32_t>(threadIdx.x) < p.num_tokens) {
-    ptx::prefetch_l2(static_cast<const uint16_t*>(p.v) + threadIdx.x * p.v_stride_t +
-                     head * p.v_stride_h + column);
-  }
-  if (p.has_state == 0 || p.index_words != 0) return;
-  const float* state =
-      static_cast<const float*>(p.state) + head * p.state_stride_h + column * kHeadSize;
-  constexpr int kLines = kRows * kHeadSize / 32;
-  for (int i = threadIdx.x; i < kLines; i += kThreads) ptx::prefetch_l2(state + i * 32);
 }
 
 }  // namespace fastkernels::gdn_prefill

@@ -1,4 +1,6 @@
-// The part of a chunk that does not need the state: by one block of 8 warps, in shared memory.
+// The part of a chunk that does not need the state: by 8 warps, in shared memory.
+//
+// Barriers: 3 (all 8 warps), 4 (the lower 4).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +10,8 @@
 namespace fastkernels::gdn_prefill {
 
 constexpr int kPrepareThreads = 256;
+constexpr int kInverseThreads = 128;
+constexpr uint32_t kPrepareBarrier = 3, kInverseBarrier = 4;
 
 // float32 matrices [64, 64]; the pitch keeps rows 16-byte aligned and columns in different banks.
 constexpr int kPitch = kChunk + 4;
@@ -18,13 +22,14 @@ struct Prepare {
   ChunkGates* gates;
   float* system;   // [64, kPitch]: I + A without its diagonal
   float* inverse;  // [64, kPitch]
-  // In shared memory or global. [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and decayed q.k.
-  unsigned char *T, *P;
+  // In shared memory or global. Two of [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and P, decayed
+  // q.k.
+  unsigned char* T;
 };
 
-// The tile of 16 columns that the 16 x 16 tile `idx` of a lower triangle, by rows, lies in.
-__device__ __forceinline__ uint32_t triangle_row(uint32_t idx) {
-  return (idx >= 1) + (idx >= 3) + (idx >= 6);
+// Which of the 8 warps this is; a block may have others below.
+__device__ __forceinline__ uint32_t prepare_warp() {
+  return threadIdx.x % kPrepareThreads / kWarpSize;
 }
 
 // As a tensor core takes it, which drops the low 13 bits.
@@ -78,66 +83,85 @@ __device__ __forceinline__ void store_pairs(const Prepare& x, uint32_t row, uint
     const Pair at = pair_of(x, row, column, half, i);
     const float first = at.s <= at.t ? sum[half][2 * i] * at.decay[0] : 0.0f;
     const float second = at.s + 1 <= at.t ? sum[half][2 * i + 1] * at.decay[1] : 0.0f;
-    *reinterpret_cast<uint32_t*>(x.P + swizzle<kPairBytes>(at.t, at.s / 8) + at.s % 8 * 2) =
-        ptx::to_bf16x2(first, second);
+    *reinterpret_cast<uint32_t*>(x.T + kPairsBytes + swizzle<kPairBytes>(at.t, at.s / 8) +
+                                 at.s % 8 * 2) = ptx::to_bf16x2(first, second);
   }
 }
 
-// A = tril(beta_t 2^(decay_t - decay_s) k_t.k_s, -1) and P = tril(2^(decay_t - decay_s) q_t.k_s).
-__device__ __forceinline__ void multiply_keys(const Prepare& x) {
-  constexpr int kWarps = kPrepareThreads / 32;
-  constexpr int kTiles = 10;  // 16 x 16 tiles on and below the diagonal
-  constexpr int kRounds = (2 * kTiles + kWarps - 1) / kWarps;
-  const uint32_t warp = threadIdx.x / kWarpSize;
-  const uint32_t q = ptx::shared_address(x.q), k = ptx::shared_address(x.k);
-  uint32_t rows[kRounds], columns[kRounds], left[kRounds];
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    const uint32_t idx = min(warp + r * kWarps, 2u * kTiles - 1);  // what is too much, twice
-    const uint32_t in_triangle = idx % kTiles, row = triangle_row(in_triangle);
-    rows[r] = 16 * row;
-    columns[r] = 16 * (in_triangle - row * (row + 1) / 2);
-    left[r] = idx < kTiles ? k : q;
-  }
-  float sum[kRounds][2][4] = {};
-#pragma unroll
+// Two tiles of 16 x 16 on the diagonal of A = tril(beta_t 2^(decay_t - decay_s) k_t.k_s, -1), by
+// each of warps 0 and 1, or one of the six below, by each of the others. On the diagonal the left
+// operand is the right one, too, in another order. Not unrolled further: with all loads in front
+// the products of one sum stand behind those of the other.
+template <bool kOnDiagonal>
+__device__ __forceinline__ void multiply_system(const Prepare& x, uint32_t upper, uint32_t lower) {
+  const uint32_t k = ptx::shared_address(x.k);
+  float sum[kOnDiagonal ? 2 : 1][2][4] = {};
+#pragma unroll 4
   for (int step = 0; step < kHeadSize / 16; ++step) {
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      uint32_t a[4], b[4];
-      ptx::load_matrices(a, fragment_a<kKeyBytes>(left[r], rows[r], 2 * step));
-      ptx::load_matrices(b, fragment_b<kKeyBytes>(k, columns[r], 2 * step));
-      ptx::mma_bf16(sum[r][0], a, b[0], b[1]);
-      ptx::mma_bf16(sum[r][1], a, b[2], b[3]);
+    uint32_t a[4], b[4];
+    ptx::load_matrices(a, fragment_a<kKeyBytes>(k, lower, 2 * step));
+    if constexpr (kOnDiagonal) {
+      ptx::load_matrices(b, fragment_a<kKeyBytes>(k, upper, 2 * step));
+      ptx::mma_bf16(sum[0][0], b, b[0], b[2]);
+      ptx::mma_bf16(sum[0][1], b, b[1], b[3]);
+      ptx::mma_bf16(sum[1][0], a, a[0], a[2]);
+      ptx::mma_bf16(sum[1][1], a, a[1], a[3]);
+    } else {
+      ptx::load_matrices(b, fragment_b<kKeyBytes>(k, upper, 2 * step));
+      ptx::mma_bf16(sum[0][0], a, b[0], b[1]);
+      ptx::mma_bf16(sum[0][1], a, b[2], b[3]);
     }
   }
   int32_t first_bad = kChunk;
+  store_system(x, kOnDiagonal ? upper : lower, upper, sum[0], first_bad);
+  if constexpr (kOnDiagonal) store_system(x, lower, lower, sum[1], first_bad);
+  if (first_bad < kChunk) atomicMin(&x.gates->first_bad, first_bad);
+}
+
+__device__ __forceinline__ void multiply_system(const Prepare& x) {
+  const uint32_t warp = prepare_warp();
+  if (warp < 2) {
+    multiply_system<true>(x, 32 * warp, 32 * warp + 16);
+  } else {
+    const uint32_t idx = warp - 2, row = 1 + (idx >= 1) + (idx >= 3);
+    multiply_system<false>(x, 16 * (idx - row * (row - 1) / 2), 16 * row);
+  }
+}
+
+// P = tril(2^(decay_t - decay_s) q_t.k_s), by the upper 4 warps: two make the three tiles of a
+// 32 x 32 block on the diagonal, two make a row of two tiles each of the block below, one twice.
+__device__ __forceinline__ void multiply_pairs(const Prepare& x) {
+  const uint32_t warp = prepare_warp() % 4;
+  const bool is_below = warp >= 2;
+  const uint32_t first = is_below ? 16 * warp : 32 * warp, second = first + (is_below ? 0 : 16);
+  const uint32_t column = is_below ? 0 : first;
+  const uint32_t q = ptx::shared_address(x.q), k = ptx::shared_address(x.k);
+  float sum[3][2][4] = {};
+#pragma unroll 4
+  for (int step = 0; step < kHeadSize / 16; ++step) {
+    uint32_t a[2][4], b[2][4];
+    ptx::load_matrices(a[0], fragment_a<kKeyBytes>(q, first, 2 * step));
+    ptx::load_matrices(a[1], fragment_a<kKeyBytes>(q, second, 2 * step));
+    ptx::load_matrices(b[0], fragment_b<kKeyBytes>(k, column, 2 * step));
+    ptx::load_matrices(b[1], fragment_b<kKeyBytes>(k, column + 16, 2 * step));
 #pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    if (warp + r * kWarps >= 2 * kTiles) break;
-    if (left[r] == k) {
-      store_system(x, rows[r], columns[r], sum[r], first_bad);
-    } else {
-      store_pairs(x, rows[r], columns[r], sum[r]);
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t (&right)[4] = b[i / 2];
+      ptx::mma_bf16(sum[i][0], a[(i + 1) / 2], right[0], right[1]);
+      ptx::mma_bf16(sum[i][1], a[(i + 1) / 2], right[2], right[3]);
     }
   }
-  if (first_bad < kChunk) atomicMin(&x.gates->first_bad, first_bad);
+  store_pairs(x, first, column, sum[0]);
+  store_pairs(x, second, column, sum[1]);
+  store_pairs(x, second, column + 16, sum[2]);
 }
 
 // The inverses of the 16 x 16 blocks on the diagonal: warp w that of block w, a lane a column, by
 // forward substitution. Four rows at a time, whose sums over earlier rows do not wait for one
 // another; stored at the end, since a store would hold back the loads behind it.
 __device__ __forceinline__ void invert_diagonal(const Prepare& x) {
-  const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, column = lane;
-  constexpr uint32_t kBlocks = kChunk / 16;
-  if (warp == kBlocks || warp == kBlocks + 1) {
-    // Beside it, zeros for the two tiles above the diagonal that a product below takes in.
-    const uint32_t begin = 32 * (warp - kBlocks);
-    float* to = x.inverse + (begin + lane / 2) * kPitch + begin + 16 + lane % 2 * 8;
-    *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    *reinterpret_cast<float4*>(to + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  if (warp >= kBlocks || column >= 16) return;
+  const uint32_t warp = prepare_warp(), column = threadIdx.x % kWarpSize;
+  if (column >= 16) return;
   const float* system = x.system + 16 * warp * (kPitch + 1);
   float solution[16];
 #pragma unroll
@@ -192,11 +216,11 @@ __device__ __forceinline__ void multiply_tf32(float (&sum)[4], const uint32_t (&
 }
 
 // Of the inverse of [[L, 0], [A, D]] the lower left block, -D^-1 A L^-1, where `kSize` is the size
-// of each block: 16 rows from `row` on, `kColumns` columns from `column` on, by one warp.
-template <int kSize, int kColumns>
+// of each block and `begin` where L begins: 16 rows from `row` on, 8 columns from `column` on, by
+// one warp.
+template <int kSize>
 __device__ __forceinline__ void invert_corner(const Prepare& x, uint32_t begin, uint32_t row,
-                                              uint32_t column) {
-  const uint32_t lane = threadIdx.x % kWarpSize;
+                                              uint32_t column, float (&result)[4]) {
   const uint32_t middle = begin + kSize;
   float product[kSize / 8][4] = {};  // 16 rows of D^-1 A
 #pragma unroll
@@ -208,54 +232,105 @@ __device__ __forceinline__ void invert_corner(const Prepare& x, uint32_t begin, 
       multiply_tf32(product[j], a, x.system + (middle + 8 * step) * kPitch + begin + 8 * j);
     }
   }
-  float result[kColumns / 8][4] = {};
 #pragma unroll
   for (int step = 0; step < kSize / 8; ++step) {
     const float (&c)[4] = product[step];
     const uint32_t a[4] = {ptx::to_tf32(-c[0]), ptx::to_tf32(-c[2]), ptx::to_tf32(-c[1]),
                            ptx::to_tf32(-c[3])};
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      multiply_tf32(result[j], a, x.inverse + (begin + 8 * step) * kPitch + begin + column + 8 * j);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    float* to =
-        x.inverse + (middle + row + lane / 4) * kPitch + begin + column + 8 * j + lane % 4 * 2;
-    *reinterpret_cast<float2*>(to) =
-        make_float2(round_tf32(result[j][0]), round_tf32(result[j][1]));
-    *reinterpret_cast<float2*>(to + 8 * kPitch) =
-        make_float2(round_tf32(result[j][2]), round_tf32(result[j][3]));
+    multiply_tf32(result, a, x.inverse + (begin + 8 * step) * kPitch + begin + column);
   }
 }
 
-// Fills T and P, and lowers `first_bad` to the first token whose row of A is not finite. All
-// threads of the block call it, after a barrier that makes its inputs visible; they see the result
-// after the next one. Tiles of 16 x 16 above the diagonal are not written.
+// Fills T and P, and lowers `first_bad` to the first token whose row of A is not finite. All 8
+// warps call it, after a barrier that makes its inputs visible; `gates` are as they stay, T and P
+// after the next barrier. Tiles of 16 x 16 above the diagonal are not written.
 __device__ __forceinline__ void prepare(const Prepare& x) {
-  const uint32_t warp = threadIdx.x / kWarpSize;
-  multiply_keys(x);
-  __syncthreads();
-  invert_diagonal(x);
-  __syncthreads();
-  if (warp < 4) invert_corner<16, 8>(x, 32 * (warp / 2), 0, 8 * (warp % 2));
-  __syncthreads();
-  invert_corner<32, 8>(x, 0, 16 * (warp / 4), 8 * (warp % 4));
-  __syncthreads();
-  const uint32_t t = threadIdx.x / 4, s = threadIdx.x % 4 * 16;
-  if (s > t) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t words[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t column = s + 8 * i + 2 * j;
-      const float2 pair = *reinterpret_cast<const float2*>(x.inverse + t * kPitch + column);
-      words[j] = ptx::to_bf16x2(column == t ? 0.0f : pair.x, column + 1 == t ? 0.0f : pair.y);
+  const uint32_t warp = prepare_warp(), lane = threadIdx.x % kWarpSize;
+  multiply_system(x);
+  ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
+  if (warp < 4) {
+    invert_diagonal(x);
+    ptx::barrier_sync(kInverseBarrier, kInverseThreads);
+    float corner[4] = {};
+    const uint32_t begin = 32 * (warp / 2), column = 8 * (warp % 2);
+    invert_corner<16>(x, begin, 0, column, corner);
+    float* to = x.inverse + (begin + 16 + lane / 4) * kPitch + begin + column + lane % 4 * 2;
+    *reinterpret_cast<float2*>(to) = make_float2(round_tf32(corner[0]), round_tf32(corner[1]));
+    *reinterpret_cast<float2*>(to + 8 * kPitch) =
+        make_float2(round_tf32(corner[2]), round_tf32(corner[3]));
+  } else {
+    // Beside it, what is not needed for it, and zeros for the two tiles above the diagonal that the
+    // last product takes in.
+    if (warp < 6) {
+      const uint32_t begin = 32 * (warp - 4);
+      float* to = x.inverse + (begin + lane / 2) * kPitch + begin + 16 + lane % 2 * 8;
+      *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      *reinterpret_cast<float4*>(to + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    *reinterpret_cast<uint4*>(x.T + swizzle<kPairBytes>(t, s / 8 + i)) =
-        make_uint4(words[0], words[1], words[2], words[3]);
+    multiply_pairs(x);
+  }
+  ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
+  {  // The lower left block of T, which nothing else is made of.
+    float corner[4] = {};
+    const uint32_t row = 16 * (warp / 4), column = 8 * (warp % 4);
+    invert_corner<32>(x, 0, row, column, corner);
+    unsigned char* to = x.T + swizzle<kPairBytes>(32 + row + lane / 4, column / 8) + lane % 4 * 4;
+    *reinterpret_cast<uint32_t*>(to) = ptx::to_bf16x2(corner[0], corner[1]);
+    *reinterpret_cast<uint32_t*>(to + 8 * kPairBytes) = ptx::to_bf16x2(corner[2], corner[3]);
+  }
+  // Those on the diagonal, a piece of 8 columns a thread, without the identity.
+  const uint32_t t = threadIdx.x % kPrepareThreads / 4, s = t / 32 * 32 + threadIdx.x % 4 * 8;
+  if (s / 16 > t / 16) return;
+  uint32_t words[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t column = s + 2 * j;
+    const float2 pair = *reinterpret_cast<const float2*>(x.inverse + t * kPitch + column);
+    words[j] = ptx::to_bf16x2(column == t ? 0.0f : pair.x, column + 1 == t ? 0.0f : pair.y);
+  }
+  *reinterpret_cast<uint4*>(x.T + swizzle<kPairBytes>(t, s / 8)) =
+      make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// ---- for the workspace --------------------------------------------------------------------------
+
+// Shared memory of `make_chunk`.
+constexpr int kMakerQ = kKeysBytes;
+constexpr int kMakerGates = kMakerQ + kKeysBytes;
+constexpr int kMakerSystem = kMakerGates + kGatesPieces * 16;
+constexpr int kMakerInverse = kMakerSystem + kChunk * kPitch * 4;
+constexpr int kMakerBytes = kMakerInverse + kChunk * kPitch * 4;
+
+// What the 8 warps make a chunk's T, P and gates from is on its way; a and b first, since the gates
+// take a warp as long as the keys take to come.
+template <bool kAligned>
+__device__ __forceinline__ RawGates load_chunk(const Params& p, uint32_t head, uint32_t q_head,
+                                               Chunk chunk, unsigned char* shared) {
+  const uint32_t thread = threadIdx.x % kPrepareThreads;
+  RawGates raw = {};
+  if (thread < kWarpSize) raw = load_gates(p, head, chunk);
+  copy_keys<kPrepareThreads, kAligned>(shared, p.k, p.k_stride_t, q_head * p.k_stride_h, chunk,
+                                       thread);
+  copy_keys<kPrepareThreads, kAligned>(shared + kMakerQ, p.q, p.q_stride_t, q_head * p.q_stride_h,
+                                       chunk, thread);
+  return raw;
+}
+
+// And then to the workspace. What follows may use the shared memory again after a barrier.
+__device__ __forceinline__ void make_chunk(const Params& p, uint32_t head, float A_log,
+                                           float dt_bias, int64_t number, int32_t length,
+                                           RawGates raw, unsigned char* shared) {
+  const uint32_t thread = threadIdx.x % kPrepareThreads;
+  auto* gates = reinterpret_cast<ChunkGates*>(shared + kMakerGates);
+  if (thread < kWarpSize) compute_gates(raw, A_log, dt_bias, length, gates);
+  finish_copies();
+  ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
+  unsigned char* to = find_prepared(p, number, head);
+  prepare({shared + kMakerQ, shared, gates, reinterpret_cast<float*>(shared + kMakerSystem),
+           reinterpret_cast<float*>(shared + kMakerInverse), to});
+  if (thread < kGatesPieces) {
+    reinterpret_cast<uint4*>(to + kPreparedPairs)[thread] =
+        reinterpret_cast<const uint4*>(gates)[thread];
   }
 }
 

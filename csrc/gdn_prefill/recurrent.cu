@@ -4,7 +4,8 @@
 // `rows_per_lane` rows in registers. A tile of tokens comes into shared memory first, one warp
 // makes its gates and all of them its products k.q, and then each token costs a dot product over
 // the lanes' own columns, a round of shuffles and the update: nothing is loaded from global memory
-// on the way.
+// on the way. A sequence that is the only one most likely starts at token 0: its first tile is on
+// its way before its offsets are there, and loaded again where they say otherwise.
 //
 // Shared memory: kSharedBytes. Barriers: four a tile.
 //
@@ -39,15 +40,22 @@ constexpr int kSharedBytes = kScratch + 128;
 static_assert(FK_THREADS == kThreads && FK_SHARED_BYTES == kSharedBytes,
               "kernels/__init__.py says otherwise");
 
-// `kCount` pieces of 16 bytes a token, from `x` on, row after row into `to`.
+// `kCount` pieces of 16 bytes a token, from `x` on, row after row into `to`. Rolled up, with one
+// pointer that moves on: mostly there is one round, and what follows waits for the code.
 template <int kCount>
 __device__ __forceinline__ void copy_rows(unsigned char* to, const void* x, int64_t stride_t,
                                           int64_t offset, Chunk tile) {
-  for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(tile.length * kCount); i += kThreads) {
-    const int64_t token = int64_t{tile.start} + i / kCount;
-    copy_piece<FK_ALIGNED>(
-        ptx::shared_address(to) + 16 * i, to,
-        static_cast<const uint16_t*>(x) + token * stride_t + offset + i % kCount * 8, true);
+  static_assert(kThreads % kCount == 0, "a round is a whole number of rows");
+  constexpr int kStep = kThreads / kCount;
+  const int32_t row = threadIdx.x / kCount, piece = threadIdx.x % kCount;
+  const uint16_t* from =
+      static_cast<const uint16_t*>(x) + (int64_t{tile.start} + row) * stride_t + offset + piece * 8;
+  uint32_t shared = ptx::shared_address(to) + 16 * threadIdx.x;
+#pragma unroll 1
+  for (int32_t t = row; t < tile.length; t += kStep) {
+    copy_piece<FK_ALIGNED>(shared, to, from, true);
+    from += kStep * stride_t;
+    shared += 16 * kThreads;
   }
 }
 
@@ -102,16 +110,23 @@ __device__ __forceinline__ void step(float4 (&S)[kRows][kPieces], const Keys<kLa
   }
 }
 
+// What a thread makes the gates of its token of a tile from.
+struct RawGates {
+  uint16_t a, b;
+};
+
 struct Block {
   const Params& p;
   uint32_t head, q_head, row;  // `row`: the first of this thread's rows of V
   uint32_t column;             // the first of the block's
+  float A_log, dt_bias;
 
   __device__ __forceinline__ uint16_t* output_at(int64_t token) const {
     return static_cast<uint16_t*>(p.output) + token * p.output_stride_t + head * p.output_stride_h;
   }
 
   __device__ __forceinline__ void clear_output(int64_t from, int64_t to) const {
+#pragma unroll 1  // hardly ever any: not in the way of the code that runs
     for (int64_t i = threadIdx.x; i < (to - from) * kBlockRows; i += kThreads) {
       output_at(from + i / kBlockRows)[column + i % kBlockRows] = 0;
     }
@@ -130,29 +145,19 @@ struct Block {
   }
 
   // Sequences as they come: those that this route is for differ by little.
-  __device__ __forceinline__ void run(int32_t seq) const {
+  __device__ __forceinline__ void run(const Only& only, int32_t seq) const {
     unsigned char* shared = ptx::dynamic_shared();
-    Tokens tokens = {0, 0};
-    if (p.num_seqs == 1) {
-      prefetch_keys<kThreads>(p, q_head, 0);
-      prefetch_rows<kThreads, kBlockRows>(p, head, column);
-    }
-    if (p.num_seqs > 0) {
-      tokens = find_tokens<kThreads>(p, seq, reinterpret_cast<int32_t*>(shared + kScratch));
-    }
-    // Tokens of no sequence stand before the first and after the last.
-    if (seq == 0) clear_output(0, tokens.start);
-    const int64_t end = int64_t{tokens.start} + tokens.length;
-    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
-    if (p.num_seqs == 0) return;
-    const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
-    const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
-    if (!is_slot(read, p.index_words, p.num_slots)) {  // padding
-      clear_output(tokens.start, end);
+    if (p.num_seqs == 0) {
+      clear_output(0, p.num_tokens);
       return;
     }
+    RawGates raw = {};
+    if (p.num_seqs == 1) raw = load_tile({0, min(p.num_tokens, kTile)}, shared);
+    const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
+    const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
+    const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
     float4 S[kRows][kPieces] = {};
-    if (p.has_state) {
+    if (p.has_state && !is_padding) {
       const float* state = static_cast<const float*>(p.state) + read.low * p.state_stride_slot +
                            head * p.state_stride_h;
       each_piece([&](int r, int i, uint32_t offset) {
@@ -160,9 +165,27 @@ struct Block {
         S[r][i] = FK_ALIGNED ? ptx::load(x) : make_float4(x[0], x[1], x[2], x[3]);
       });
     }
-    for (int32_t first = 0; first < tokens.length; first += kTile) {
-      advance(S, {tokens.start + first, min(tokens.length - first, kTile)}, shared);
+    const Tokens tokens =
+        p.num_seqs == 1
+            ? tokens_of(p, only)
+            : find_tokens<kThreads>(p, seq, reinterpret_cast<int32_t*>(shared + kScratch));
+    const int64_t end = int64_t{tokens.start} + tokens.length;
+    // Tokens of no sequence stand before the first and after the last.
+    if (seq == 0) clear_output(0, tokens.start);
+    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
+    if (is_padding) clear_output(tokens.start, end);
+    bool is_there = p.num_seqs == 1 && tokens.start == 0;
+    if (!is_there || is_padding) {
+      ptx::copy_wait<0>();
+      if (is_padding) return;
     }
+    for (int32_t first = 0; first < tokens.length; first += kTile) {
+      const Chunk tile = {tokens.start + first, min(tokens.length - first, kTile)};
+      if (!is_there) raw = load_tile(tile, shared);
+      advance(S, tile, raw, shared);
+      is_there = false;
+    }
+    ptx::copy_wait<0>();  // of a tile without a token
     if (!is_slot(write, p.index_words, p.num_slots)) return;
     float* new_state = static_cast<float*>(p.new_state) + write.low * p.new_state_stride_slot +
                        head * p.new_state_stride_h;
@@ -180,19 +203,27 @@ struct Block {
   }
 
  private:
-  __device__ __forceinline__ void advance(float4 (&S)[kRows][kPieces], Chunk tile,
-                                          unsigned char* shared) const {
-    auto* gates = reinterpret_cast<Gates*>(shared + kGates);
-    const auto* v = reinterpret_cast<const uint16_t*>(shared + kV);
+  __device__ __forceinline__ RawGates load_tile(Chunk tile, unsigned char* shared) const {
+    RawGates raw = {};
+    if (static_cast<int32_t>(threadIdx.x) < tile.length) {
+      const int64_t token = int64_t{tile.start} + threadIdx.x;
+      raw = {load_bf16(p.a, token * p.a_stride_t + head),
+             load_bf16(p.b, token * p.b_stride_t + head)};
+    }
     copy_rows<kKeyBytes / 16>(shared, p.q, p.q_stride_t, q_head * p.q_stride_h, tile);
     copy_rows<kKeyBytes / 16>(shared + kK, p.k, p.k_stride_t, q_head * p.k_stride_h, tile);
     copy_rows<kBlockRows / 8>(shared + kV, p.v, p.v_stride_t, head * p.v_stride_h + column, tile);
     ptx::copy_commit();
+    return raw;
+  }
+
+  // Over a tile that is on its way.
+  __device__ __forceinline__ void advance(float4 (&S)[kRows][kPieces], Chunk tile, RawGates raw,
+                                          unsigned char* shared) const {
+    auto* gates = reinterpret_cast<Gates*>(shared + kGates);
+    const auto* v = reinterpret_cast<const uint16_t*>(shared + kV);
     if (static_cast<int32_t>(threadIdx.x) < tile.length) {
-      const int64_t token = int64_t{tile.start} + threadIdx.x;
-      gates[threadIdx.x] = gdn::compute_gates(
-          load_head_value(p.A_log, head), to_float(load_bf16(p.a, token * p.a_stride_t + head)),
-          load_head_value(p.dt_bias, head), to_float(load_bf16(p.b, token * p.b_stride_t + head)));
+      gates[threadIdx.x] = gdn::compute_gates(A_log, to_float(raw.a), dt_bias, to_float(raw.b));
     }
     ptx::copy_wait<0>();
     __syncthreads();
@@ -237,10 +268,17 @@ struct Block {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gdn_prefill_recurrent(const __grid_constant__ Params p) {
+  const Only only = load_only(p);
   const Part part = find_part<kSlabs>(p);
   const uint32_t column = part.slab * kBlockRows;
-  const Block block{p, part.head, part.q_head, column + threadIdx.x / kLanes, column};
-  block.run(part.position);
+  const Block block{p,
+                    part.head,
+                    part.q_head,
+                    column + threadIdx.x / kLanes,
+                    column,
+                    load_head_value(p.A_log, part.head),
+                    load_head_value(p.dt_bias, part.head)};
+  block.run(only, part.position);
 }
 
 }  // namespace fastkernels::gdn_prefill

@@ -9,11 +9,17 @@
 
 namespace fastkernels::gdn_prefill {
 
-// Shared memory, and what fills it. `kFused`: the block makes T, P and the gates itself, and the
-// other warps' products wait for them; else an earlier kernel left them in the workspace.
-template <int kRows, int kStages, bool kFused, bool kAligned>
+// Who makes T, P and the gates of a chunk: every block, for itself; the blocks of a cluster, which
+// have all rows of a head, each every kSlabs-th chunk for all of them, by 8 warps of their own, one
+// round ahead of the chain; or an earlier kernel. The latter two leave them in the workspace.
+enum class Maker { kBlock, kCluster, kKernel };
+
+// Shared memory, and what fills it.
+template <int kRows, int kStages, Maker kMaker, bool kAligned>
 struct Sequence {
   using Exchange = Chain<kRows>;
+  static constexpr bool kFused = kMaker == Maker::kBlock, kClustered = kMaker == Maker::kCluster;
+  static constexpr int kThreads = kChainThreads + (kClustered ? kPrepareThreads : 0);
   static constexpr int kSlabs = kHeadSize / kRows;
   static constexpr int kPairStages = kFused ? 1 : kStages;
   static constexpr int kVTileBytes = kChunk * Exchange::kVBytes;
@@ -23,7 +29,9 @@ struct Sequence {
   static constexpr int kQ = kStages * kKeysBytes;
   static constexpr int kT = kQ + kStages * kKeysBytes;
   static constexpr int kP = kT + kPairStages * kPairsBytes;
-  static constexpr int kExchange = kP + kPairStages * kPairsBytes;
+  static constexpr int kMade = kP + kPairStages * kPairsBytes;
+  static constexpr int kExchange = kMade + (kClustered ? kMakerBytes : 0);
+  static_assert(kMade % 1024 == 0 && (!kFused || kP == kT + kPairsBytes), "as Prepare has them");
   static constexpr int kV = kExchange + Exchange::kSharedBytes;
   static constexpr int kGates = kV + kStages * kVTileBytes;
   static constexpr int kSystem = kGates + kStages * kGatesBytes;
@@ -34,7 +42,7 @@ struct Sequence {
   const Params& p;
   unsigned char* shared;
   uint32_t head, q_head, column;  // `column`: the first of this block's rows of V
-  float A_log, dt_bias;           // where the block makes the gates
+  float A_log, dt_bias;           // unless an earlier kernel has made the gates
 
   __device__ __forceinline__ Stage stage(int32_t chunk) const {
     const int32_t i = chunk % kStages, pair = chunk % kPairStages;
@@ -59,7 +67,7 @@ struct Sequence {
     const uint16_t* from = static_cast<const uint16_t*>(p.v) +
                            (int64_t{chunk.start} + row) * p.v_stride_t + head * p.v_stride_h +
                            column + 8 * piece;
-#pragma unroll
+#pragma unroll kAligned ? kChunk / kRound : 1
     for (int i = 0; i < kChunk / kRound; ++i) {
       copy_piece<kAligned>(v + i * kRound * Exchange::kVBytes, to.v, from,
                            static_cast<int32_t>(row) + i * kRound < chunk.length);
@@ -102,7 +110,8 @@ struct Sequence {
   __device__ __forceinline__ void clear_output(int64_t from, int64_t to) const {
     constexpr int kPieces = kRows / 8;
     const int64_t pieces = (to - from) * kPieces;
-    for (int64_t i = threadIdx.x; i < pieces; i += kChainThreads) {
+#pragma unroll 1  // hardly ever any: not in the way of the code that runs
+    for (int64_t i = threadIdx.x; i < pieces; i += kThreads) {
       store_piece<kAligned>(output_at(from + i / kPieces) + i % kPieces * 8,
                             make_uint4(0, 0, 0, 0));
     }
@@ -132,40 +141,103 @@ struct Sequence {
   }
 
   // The sequence at `position`; position 0 where there is none.
-  __device__ __forceinline__ void run(int32_t position) {
-    Located at = {0, {0, 0}};
-    if (p.num_seqs == 1) {
-      if constexpr (kFused) prefetch_keys<kChainThreads>(p, q_head, 0);
-      prefetch_rows<kChainThreads, kRows>(p, head, column);
-    }
+  __device__ __forceinline__ void run(const Only& only, int32_t position) {
     if (p.num_seqs > 0) {
-      // What the chunks will exchange is not there yet.
-      at = locate<kChainThreads>(p, position, reinterpret_cast<int32_t*>(shared + kScratch),
-                                 reinterpret_cast<int32_t*>(shared + kExchange));
+      run_sequence(only, position);
+    } else {
+      clear_output(0, p.num_tokens);
     }
-    const int32_t seq = at.seq;
-    const Tokens tokens = at.tokens;
-    // Tokens of no sequence stand before the first and after the last.
-    if (seq == 0) clear_output(0, tokens.start);
-    if (seq + 1 >= p.num_seqs) clear_output(int64_t{tokens.start} + tokens.length, p.num_tokens);
-    if (p.num_seqs > 0) run(seq, tokens);
     // On every path: a block that ends must not let the next kernel overtake the earlier one.
-    if constexpr (!kFused) ptx::wait_for_dependency();
+    if constexpr (kMaker == Maker::kKernel) ptx::wait_for_dependency();
   }
 
  private:
-  __device__ __forceinline__ void run(int32_t seq, Tokens tokens) {
+  // What a thread wants first of a sequence, but for what was left in the workspace, is on its way.
+  __device__ __forceinline__ RawGates load_first(Tokens tokens) const {
+    if (kClustered && threadIdx.x >= kChainThreads) {
+      const int32_t idx = column / kRows;
+      if (idx * kChunk >= tokens.length) return {};
+      return load_chunk<kAligned>(p, head, q_head, chunk_of(tokens, idx), shared + kMade);
+    }
+    if (threadIdx.x < kGroupThreads) return {};
+    RawGates raw = {};
+    if (kFused && is_last_warp()) raw = load_gates(p, head, chunk_of(tokens, 0));
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i * kChunk < tokens.length) copy_inputs(chunk_of(tokens, i), stage(i));
+    }
+    return raw;
+  }
+
+  // The one that makes gates, where the block does.
+  static __device__ __forceinline__ bool is_last_warp() {
+    return threadIdx.x / kWarpSize == kChainThreads / kWarpSize - 1;
+  }
+
+  // Of the chain's warps, which have nothing to show to other blocks: the first chunk of a round is
+  // wanted. Every thread of a cluster takes part in a round's barrier.
+  __device__ __forceinline__ void enter_round(int32_t idx, int32_t num_chunks) const {
+    ptx::cluster_wait();
+    if (idx + kSlabs < num_chunks) ptx::cluster_arrive_relaxed();
+  }
+
+  // Of the other warps: this block's chunks, the first of which is on its way.
+  __device__ __forceinline__ void make_chunks(Tokens tokens, int64_t first_number,
+                                              int32_t num_chunks, RawGates raw) const {
+    for (int32_t first = 0; first < num_chunks; first += kSlabs) {
+      const int32_t idx = first + static_cast<int32_t>(column / kRows);
+      if (idx < num_chunks) {
+        const Chunk chunk = chunk_of(tokens, idx);
+        if (first > 0) raw = load_chunk<kAligned>(p, head, q_head, chunk, shared + kMade);
+        make_chunk(p, head, A_log, dt_bias, first_number + idx, chunk.length, raw, shared + kMade);
+      }
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+  }
+
+  __device__ __forceinline__ void run_sequence(const Only& only, int32_t position) {
+    const bool is_only = p.num_seqs == 1;
+    const Tokens guess = {0, is_only ? p.num_tokens : 0};
+    [[maybe_unused]] RawGates raw = load_first(guess);
+    Located at = {0, {0, 0}};
+    if (!is_only) {
+      // What the chunks will exchange is not there yet.
+      at = locate<kThreads>(p, position, reinterpret_cast<int32_t*>(shared + kScratch),
+                            reinterpret_cast<int32_t*>(shared + kExchange));
+    }
+    const int32_t seq = at.seq;
     const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
     const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
-    if (!is_slot(read, p.index_words, p.num_slots)) {  // padding
-      clear_output(tokens.start, int64_t{tokens.start} + tokens.length);
-      return;
-    }
+    const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
+    const bool is_state_warp = threadIdx.x < kGroupThreads;
     const float* state = nullptr;
-    if (p.has_state) {
+    if (p.has_state && !is_padding) {
       state =
           state_at(static_cast<const float*>(p.state), read, p.state_stride_slot, p.state_stride_h);
     }
+    float S[Exchange::kTiles][4][4] = {};
+    if (is_state_warp && state != nullptr) {
+      each_pair([&](int r, int j, int i, uint32_t offset) {
+        if constexpr (kAligned) {
+          const float2 pair = *reinterpret_cast<const float2*>(state + offset);
+          S[r][j][i] = pair.x;
+          S[r][j][i + 1] = pair.y;
+        } else {
+          S[r][j][i] = state[offset];
+          S[r][j][i + 1] = state[offset + 1];
+        }
+      });
+    }
+    const Tokens tokens = is_only ? tokens_of(p, only) : at.tokens;
+    const int64_t end = int64_t{tokens.start} + tokens.length;
+    // Tokens of no sequence stand before the first and after the last.
+    if (seq == 0) clear_output(0, tokens.start);
+    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
+    if (is_padding) clear_output(tokens.start, end);
+    const bool is_idle = is_padding || tokens.length == 0;
+    if (is_idle || !(tokens == guess)) finish_copies();
+    if (is_padding) return;
     float* new_state = nullptr;
     if (is_slot(write, p.index_words, p.num_slots)) {
       new_state = state_at(static_cast<float*>(p.new_state), write, p.new_state_stride_slot,
@@ -174,25 +246,30 @@ struct Sequence {
     if (tokens.length == 0) {
       // Word by word, so that a state keeps its bits.
       if (new_state == nullptr || new_state == state) return;
-      for (uint32_t i = threadIdx.x; i < kRows * kHeadSize; i += kChainThreads) {
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < kRows * kHeadSize; i += kThreads) {
         reinterpret_cast<uint32_t*>(new_state)[i] =
             state == nullptr ? 0u : reinterpret_cast<const uint32_t*>(state)[i];
       }
       return;
     }
+    if (!(tokens == guess)) raw = load_first(tokens);
 
-    const Exchange chain{shared + kExchange};
-    const bool is_state_warp = threadIdx.x < kGroupThreads;
-    const bool is_last_warp = threadIdx.x / kWarpSize == kChainThreads / kWarpSize - 1;
     const int32_t num_chunks = (tokens.length - 1) / kChunk + 1;
     const int64_t first_number = tokens.start / kChunk + int64_t{seq};
-    if (!is_state_warp) {
-#pragma unroll
-      for (int i = 0; i < kStages - 1; ++i) {
-        if (i < num_chunks) copy_inputs(chunk_of(tokens, i), stage(i));
+    if constexpr (kClustered) {
+      if (threadIdx.x >= kChainThreads) {
+        make_chunks(tokens, first_number, num_chunks, raw);
+        return;
       }
+      ptx::cluster_arrive_relaxed();
+    }
+    const Exchange chain{shared + kExchange};
+    if (!is_state_warp) {
       if constexpr (!kFused) {
-        ptx::wait_for_dependency();
+        static_assert(kStages - 1 <= kSlabs || !kClustered, "all of the first round");
+        if constexpr (kClustered) enter_round(0, num_chunks);
+        if constexpr (kMaker == Maker::kKernel) ptx::wait_for_dependency();
 #pragma unroll
         for (int i = 0; i < kStages - 1; ++i) {
           if (i < num_chunks) copy_prepared(first_number + i, stage(i));
@@ -200,43 +277,32 @@ struct Sequence {
         }
       } else {
         ptx::copy_commit();
-        if (is_last_warp) {
-          const Chunk chunk = chunk_of(tokens, 0);
-          compute_gates(load_gates(p, head, chunk), A_log, dt_bias, chunk.length, stage(0).gates);
+        if (is_last_warp()) {
+          compute_gates(raw, A_log, dt_bias, min(tokens.length, kChunk), stage(0).gates);
         }
       }
     }
-    float S[Exchange::kTiles][4][4] = {};
     if (is_state_warp) {
-      if (state != nullptr) {
-        each_pair([&](int r, int j, int i, uint32_t offset) {
-          if constexpr (kAligned) {
-            const float2 pair = *reinterpret_cast<const float2*>(state + offset);
-            S[r][j][i] = pair.x;
-            S[r][j][i + 1] = pair.y;
-          } else {
-            S[r][j][i] = state[offset];
-            S[r][j][i + 1] = state[offset + 1];
-          }
-        });
-      }
       chain.publish(S, 0);
       if (threadIdx.x < 2 * kRows) chain.first_bad(0)[threadIdx.x] = kChunk;
+      if constexpr (kClustered) enter_round(0, num_chunks);
     } else {
       ptx::copy_wait<kFused ? 0 : kStages - 2>();
     }
-    __syncthreads();
+    ptx::barrier_sync(kChainBarrier, kChainThreads);
 
     for (int32_t idx = 0; idx < num_chunks; ++idx) {
       const Stage now = stage(idx);
       const int32_t ahead = idx + kStages - 1;
       const Chunk next = chunk_of(tokens, ahead);
-      [[maybe_unused]] RawGates raw = {};
+      if constexpr (kClustered) {
+        if (ahead < num_chunks && ahead % kSlabs == 0) enter_round(ahead, num_chunks);
+      }
       if (!is_state_warp) {
         if (ahead < num_chunks) {
           copy_inputs(next, stage(ahead));
           if constexpr (kFused) {
-            if (is_last_warp) raw = load_gates(p, head, next);
+            if (is_last_warp()) raw = load_gates(p, head, next);
           } else {
             copy_prepared(first_number + ahead, stage(ahead));
           }
@@ -245,23 +311,24 @@ struct Sequence {
       }
       if constexpr (kFused) {
         prepare({now.q, now.k, now.gates, reinterpret_cast<float*>(shared + kSystem),
-                 reinterpret_cast<float*>(shared + kInverse), now.T, now.P});
-        __syncthreads();
+                 reinterpret_cast<float*>(shared + kInverse), now.T});
+        ptx::barrier_sync(kChainBarrier, kChainThreads);
       }
       if (is_state_warp) {
         chain.advance(S, now, idx % 2);
       } else {
-        const Chunk chunk = chunk_of(tokens, idx);
-        chain.template write_output<kAligned>(now, idx % 2, p.scale, output_at(chunk.start),
-                                              p.output_stride_t, chunk.length);
         if constexpr (kFused) {
-          if (is_last_warp && ahead < num_chunks) {
+          // Here, where an output warp has time: it will wait for U.
+          if (is_last_warp() && ahead < num_chunks) {
             compute_gates(raw, A_log, dt_bias, next.length, stage(ahead).gates);
           }
         }
+        const Chunk chunk = chunk_of(tokens, idx);
+        chain.template write_output<kAligned>(now, idx % 2, p.scale, output_at(chunk.start),
+                                              p.output_stride_t, chunk.length);
         ptx::copy_wait<kFused ? 0 : kStages - 2>();
       }
-      __syncthreads();
+      ptx::barrier_sync(kChainBarrier, kChainThreads);
     }
 
     if (is_state_warp && new_state != nullptr) {

@@ -18,6 +18,7 @@ from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_i
 from fastkernels.ops.gdn_prefill.kernels import (
     HEAD_SIZE,
     KERNELS,
+    ChunkCluster,
     ChunkFused,
     ChunkSplit,
     Recurrent,
@@ -39,6 +40,8 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "fused-64": ("chunk_fused", ChunkFused(64)),
     "split-16": ("chunk_split", ChunkSplit(16, 4)),
     "split-32": ("chunk_split", ChunkSplit(32, 2)),
+    "cluster-8": ("chunk_cluster", ChunkCluster(8)),
+    "cluster-4": ("chunk_cluster", ChunkCluster(4)),
 }
 Emulate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -116,7 +119,7 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, head_size=HEAD_SIZE, **few)
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     inputs = make_inputs(small(case))
@@ -124,7 +127,7 @@ def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     assert_judged(given, emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
 @pytest.mark.parametrize("stratum", STRATA)
 def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
     """Inputs that are made to hurt (ops/gdn_prefill/adversarial.py), on few heads."""
@@ -146,7 +149,7 @@ def test_schedules(emulate: Emulate, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
 def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
     """Sequences are found in tiles of as many as a block has threads."""
     lengths = tuple(int(i % 50 == 7) for i in range(300)) + (130, 0, 5)
@@ -162,10 +165,27 @@ OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4"])
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
 def test_offsets_are_not_trusted(emulate: Emulate, offsets: list[int], name: str) -> None:
     inputs = make_inputs(Case("o", (25, 25, 25, 25), num_q_heads=1, num_v_heads=1, seed=4))
+    inputs = inputs._replace(cu_seqlens=torch.tensor(offsets))
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("indices", [None, [1], [-1]])
+@pytest.mark.parametrize("offsets", [[0, 600], [70, 600], [0, 580], [-9, 2**40], [5, 5], [9, 3]])
+def test_only_sequence(
+    emulate: Emulate, offsets: list[int], indices: list[int] | None, name: str
+) -> None:
+    """What is loaded before offsets are there, as if they were 0 and all tokens, may be wrong."""
+    inputs = make_inputs(Case("only", (600,), num_q_heads=1, num_v_heads=1, seed=13))
+    assert inputs.state is not None
+    if indices is not None:
+        inputs = inputs._replace(
+            state=torch.cat((inputs.state, 2 * inputs.state)), read_indices=torch.tensor(indices)
+        )
     inputs = inputs._replace(cu_seqlens=torch.tensor(offsets))
     assert_judged(clone(inputs), emulate(name, inputs))
 
@@ -183,7 +203,7 @@ def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
     assert_judged(clone(inputs), emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["fused-64", "split-32"])
+@pytest.mark.parametrize("name", ["fused-64", "split-32", "cluster-8"])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
 @pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -209,7 +229,7 @@ def test_what_is_not_finite_stays_behind(
         assert torch.equal(output[token + 1 :], clean[0][token + 1 :])
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
 def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
     """Parallel keys ten times too long, nothing forgotten: each update is some 100 times the one
     before, until bfloat16 cannot hold it."""
@@ -252,7 +272,7 @@ def test_c10_gates_beyond_their_range(
     torch.testing.assert_close(outputs[1], g * before, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32"])
+@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4"])
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""
     inputs = make_inputs(Case("n", (70, 30, 20), num_q_heads=1, num_v_heads=1, seed=8))
@@ -266,7 +286,7 @@ def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     assert torch.equal(new_state[[0, 2]], clean[1][[0, 2]])
 
 
-@pytest.mark.parametrize("name", ["fused-16", "split-32"])
+@pytest.mark.parametrize("name", ["fused-16", "split-32", "cluster-8"])
 def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
     """Errors of 40 chunks do not add up, where nearly nothing is forgotten."""
     inputs = make_inputs(Case("slow", (2560,), num_q_heads=1, num_v_heads=1, seed=9, gates="slow"))

@@ -1,6 +1,6 @@
-"""Kernels of gdn_prefill without a GPU: Triton's interpreter against the oracle, and machine code
-of Triton and CuTe DSL for every architecture. Run as a program, this file is the interpreter's
-side."""
+"""Kernels of gdn_prefill without a GPU: Triton's interpreter and the arithmetic of the CuTe DSL
+chain against the oracle, and machine code of both for every architecture. Run as a program, this
+file is the interpreter's side."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import pytest
 import torch
 
 from fastkernels.core import toolchain
-from fastkernels.ops._shared.gdn import resolve_scale
+from fastkernels.ops._shared.gdn import gates, resolve_scale
 from fastkernels.ops.gdn_prefill.adversarial import STRATA, Stratum
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.kernels import (
+    CHUNK,
     HEAD_SIZE,
     KERNELS,
     CuteSplit,
@@ -251,19 +253,20 @@ def judge(module: Any, trial: Trial) -> dict[str, list[str]]:
     return wrong
 
 
+Run = Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, list[str]]]
 # A token that is not finite, in the middle of a chunk: what it makes of its sequence.
 SPOILERS = ("q", "k", "v", "a", "b")
 SPOILED = 21
 
 
-def spoil(module: Any, name: str, config: Any) -> list[str]:
+def spoil(run: Run, name: str) -> list[str]:
     """Earlier tokens are as if it were not there, later ones of what it touches are not finite."""
     inputs = make_inputs(case("spoiled", 100, 5, num_v_heads=2, seed=61))
     want = reference(inputs)
     value = math.inf if name in "kv" else math.nan
     tensor = getattr(inputs, name)
     tensor[(SPOILED, 0, 3)[: tensor.dim()]] = value
-    output, new_state, wrong = interpret(module, inputs, config)
+    output, new_state, wrong = run(inputs)
     heads = slice(0, 2) if name in "qk" else slice(0, 1)
     column = 3 if name == "v" else slice(None)
     end = SPOILED + 1 if name == "q" else 100
@@ -297,8 +300,75 @@ def main() -> None:
     for trial in TRIALS:
         print(json.dumps([trial.name, judge(triton_chunks, trial)]), flush=True)
     for name in SPOILERS:
-        wrong = {str(config): spoil(triton_chunks, name, config) for config in (FUSED, SPLIT)}
+        wrong = {
+            str(config): spoil(partial(interpret, triton_chunks, config=config), name)
+            for config in (FUSED, SPLIT)
+        }
         print(json.dumps([f"spoiled-{name}", wrong]), flush=True)
+
+
+# ---- the arithmetic of cute_chain.py ------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def take_out(x: torch.Tensor, first_bad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros where an operand would not be finite, and the first such token of each row."""
+    bad = ~rounded(x).isfinite()
+    tokens = torch.where(bad, torch.arange(x.shape[1]), CHUNK).amin(1)
+    return torch.where(bad, 0.0, x), torch.minimum(first_bad, tokens)
+
+
+def cute_chunk(
+    S: torch.Tensor, q: Any, k: Any, v: Any, log_g: Any, beta: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new state, and the output [V, tokens] without scale, by the steps of the kernel; T, P and
+    gates as `prepare` leaves them."""
+    total = log_g.cumsum(0)
+    decays = (total[:, None] - total).tril().exp().tril()
+    A = (beta[:, None] * decays * (k @ k.T)).tril(-1)
+    bad_rows = (~A.isfinite()).any(1).nonzero()
+    first_bad = torch.full((HEAD_SIZE,), int(bad_rows[0]) if len(bad_rows) else CHUNK)
+    one = torch.eye(len(A))
+    system = one + torch.where(A.isfinite(), A, 0.0)
+    T = rounded(torch.linalg.solve_triangular(system, one, upper=False) - one)
+    P = rounded((decays * (q @ k.T)).tril())
+    d, rest = total.exp(), (total[-1] - total).exp()
+
+    left_S = rounded(S)
+    Y = beta * v.T - beta * d * (left_S @ k.T)
+    Y, first_bad = take_out(Y, first_bad)
+    U = Y + rounded(Y) @ T.T
+    S = torch.where(first_bad[:, None] < CHUNK, math.nan, d[-1] * S)
+    S = S + rounded(rest * U) @ k
+    U, first_bad = take_out(U, first_bad)
+    output = d * (left_S @ q.T) + rounded(U) @ P.T
+    is_bad = torch.arange(len(A)) >= first_bad[:, None]
+    return S, torch.where(is_bad, math.nan, output)
+
+
+def cute_split(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Packed form alone."""
+    x = inputs
+    num_tokens, num_v_heads, head_size = x.v.shape
+    log_g, beta = (t.float() for t in gates(x.A_log, x.a, x.dt_bias, x.b))
+    output = torch.zeros(num_tokens, num_v_heads, head_size)
+    offsets = clean_offsets(x.cu_seqlens.tolist(), num_tokens)
+    states = torch.zeros(len(offsets) - 1, num_v_heads, head_size, head_size)
+    for i, (begin, end) in enumerate(pairwise(offsets)):
+        for head in range(num_v_heads):
+            key_head = head // (num_v_heads // x.q.shape[1])
+            S = states[i, head] if x.state is None else x.state[i, head]
+            for first in range(begin, end, CHUNK):
+                part = slice(first, min(first + CHUNK, end))
+                q, k = (t[part, key_head].float() for t in (x.q, x.k))
+                v, g, b = (t[part, head].float() for t in (x.v, log_g, beta))
+                S, made = cute_chunk(S, q, k, v, g, b)
+                output[part, head] = resolve_scale(x.scale, head_size) * made.T
+            states[i, head] = S
+    return output.bfloat16(), states, []
 
 
 # ---- pytest's side ------------------------------------------------------------------------------
@@ -330,6 +400,32 @@ NAMES = (*(trial.name for trial in TRIALS), *(f"spoiled-{name}" for name in SPOI
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_interpreted(name: str, interpreted: dict[str, list[str]]) -> None:
     assert not interpreted[name], "\n".join(interpreted[name])
+
+
+MODELLED = (
+    "lengths",
+    "heads-1-2",
+    "heads-2-4",
+    "slow-200",
+    "no-state",
+    "keep",
+    "forget",
+    "parallel",
+)
+
+
+@pytest.mark.parametrize("name", MODELLED)
+def test_cute_arithmetic(name: str) -> None:
+    (trial,) = (trial for trial in TRIALS if trial.name == name)
+    inputs, _ = trial.stratum.draw(trial.stratum.case.seed)
+    output, new_state, _ = cute_split(inputs)
+    errors = reference(inputs).judge((output, new_state))
+    assert all(error.ok for error in errors), [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+def test_cute_arithmetic_not_finite(name: str) -> None:
+    assert not spoil(cute_split, name)
 
 
 PARAMETERS = ["u64"] * 31 + ["u32"] * 8 + ["f32"]  # csrc/gdn_prefill/params.h

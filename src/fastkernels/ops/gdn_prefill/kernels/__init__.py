@@ -2,7 +2,7 @@
 
 A sequence's state is split into slabs of `rows` rows of V, which pass through its chunks of 64
 tokens alone. `tile` is the rows, and the bytes of workspace for each chunk of each value head (0
-where a route is one launch).
+where a route has none).
 
 Route `triton_fused`, one launch: blocks (slab, value head, sequence), slabs fastest, along x:
 `128 / rows * num_v_heads * max(num_seqs, 1)`. Also without sequences, unless there is no token
@@ -118,11 +118,32 @@ class ChunkSplit:
         return _shared_bytes(self.rows_per_block, self.stages, pair_stages=self.stages)
 
 
-PREPARE_SHARED_BYTES = 2 * KEYS_BYTES + GATES_BYTES + SYSTEM_BYTES + 128
+@dataclass(frozen=True)
+class ChunkCluster:
+    """`cluster` blocks take the rows of a head, each 128 / cluster."""
+
+    cluster: int
+
+    def __post_init__(self) -> None:
+        if self.cluster not in (4, 8):
+            raise ValueError(f"knob 'cluster' is {self.cluster}, expected 4 or 8")
+
+    @property
+    def rows_per_block(self) -> int:
+        return HEAD_SIZE // self.cluster
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = 2
+        return _shared_bytes(self.rows_per_block, stages, pair_stages=stages) + MAKER_BYTES
+
+
+MAKER_BYTES = 2 * KEYS_BYTES + GATES_BYTES + 2 * SYSTEM_BYTES  # of `make_chunk` of prepare.cuh
+PREPARE_SHARED_BYTES = MAKER_BYTES + 128
 
 PREPARED_BYTES = 17024
-"""Of a chunk and value head in the workspace of `chunk_split`: `kPreparedBytes` of
-csrc/gdn_prefill/common.cuh."""
+"""Of a chunk and value head in the workspace of `chunk_split` and `chunk_cluster`: `kPreparedBytes`
+of csrc/gdn_prefill/common.cuh."""
 
 
 def _check_rows(rows: int) -> None:
@@ -150,7 +171,7 @@ class CuteSplit:
     # No knobs: WGMMA takes 64 rows, and cute_chain.py lays out shared memory.
     rows_per_block: ClassVar[int] = 64
     stage_bytes: ClassVar[int] = 2 * KEYS_BYTES + 2 * CHUNK * 64 + 2 * PAIRS_BYTES + 1024
-    exchange_bytes: ClassVar[int] = 4 * (48 * CHUNK + 12 * CHUNK) + 64 + 1088
+    exchange_bytes: ClassVar[int] = 4 * 12288 + 128 + 1600
 
     def __post_init__(self) -> None:
         if self.stages not in (2, 3):
@@ -230,6 +251,12 @@ KERNELS: tuple[Kernel, ...] = (
         candidates={"rows_per_block": (16, 32, 64)},
     ),
     CHUNK_SPLIT,
+    Kernel(
+        OP, "chunk_cluster", "cuda", ARCHS, ChunkCluster(8), "gdn_prefill/chunk_cluster.cu",
+        tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
+        launch_shape=lambda c, _: (512, c.shared_bytes),
+        candidates={"cluster": (4, 8)},
+    ),
     Kernel(
         OP, "cute_split", "cute", ARCHS, CuteSplit(3, 32), "cute_chain.py",
         tile=lambda c: (c.rows_per_block, PREPARED_BYTES),

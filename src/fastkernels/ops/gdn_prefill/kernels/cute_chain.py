@@ -12,25 +12,33 @@ they lie in memory. With S [64, 128] of the chunk's start, d_t the decay from it
 T lacks the identity of the inverse that it is, and beta is not in it: so the larger part of U is
 not rounded on its way.
 
-Plan: 4 warps compute, a warp 16 rows; 4 warps load, `stages` chunks ahead. S, X (then Y, then U)
-and O are float32 accumulators of the computing warps; left operands are bfloat16 copies in
-registers, which have the accumulators' layout; nothing is exchanged between warps. Where there is
-WGMMA, products run beside the arithmetic: S Q^T beside that of Y, U P^T beside the scaling of S and
-U, the last product beside the stores of O. The loading warps copy 16-byte pieces (cp.async, no
-tensor maps); a barrier of each stage counts the copies, another one the warps that are done.
+Plan: 4 warps take the state on, a warp 16 rows; 4 warps make the output of the same rows; 4 warps
+load, `stages` chunks ahead. S and X (then Y, then U) are float32 accumulators of the state warps, O
+of the output warps; left operands are bfloat16 copies in registers, which have the accumulators'
+layout. So a lane of an output warp wants of S and U what the same lane of a state warp holds: it
+finds it in shared memory, bank by bank, and no other exchange is needed. What must follow upon one
+another is S K^T, Y, the product with T, the last product; everything else stands beside a product:
+beta_t V^T beside S K^T, the scaling of S beside the product with T, gates of the next chunk and U
+for the output warps beside the last one. The loading warps copy 16-byte pieces (cp.async, no tensor
+maps); a barrier of each stage counts the copies, another one the warps that are done.
 
-A chunk's least time by the tensor cores of sm_90 (2048 multiply-adds a cycle): 256 cycles each for
-S K^T, S Q^T and the new S, 96 each for T and P (128 where `columns` is 64), in all 960; with the
-arithmetic that nothing hides about 1200 (estimated from the machine code, not measured).
+A chunk took 1.39 us (H200, one sequence of 8192 tokens) when the state warps made the output, too.
+The machine code accounts for 1400 to 1700 of these 2700 cycles; the rest is put down to the fence
+between copies and WGMMA's reads, which stood behind the stores of the output: now no thread that
+stores to global memory within the loop waits for a fence. Least time by the tensor cores of sm_90
+(2048 multiply-adds a cycle): 256 cycles each for S K^T, S Q^T and the new S, 96 each for T and P
+(128 where `columns` is 64), in all 960, of which the state warps wait for 608. A chunk of theirs is
+1080 to 1200 cycles by the machine code, one of the output warps 800 (estimated, not measured).
 
-Registers: 242 a thread of 255. What is in flight together (S, X, O and the copy of S: 160) must
-stay under that bound, or the compiler makes WGMMA wait for each instruction, silently; so it does
-where parts of a sum are instructions of different widths (hence `columns` for all), and where warps
-may diverge in its eyes. The tests look for it.
+Registers: 168 a thread at first; the state warps hold S, X, the copy of S and beta_t V^T together
+and take what the loading warps give back. Beyond their bound the compiler would make WGMMA wait for
+each instruction, silently; so it does where parts of a sum are instructions of different widths
+(hence `columns` for all), where a fence parts the instructions of a sum, and where warps may
+diverge in its eyes. The tests look for it.
 
 A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and P:
-what is not finite in Y or U (as bfloat16) is taken out, and put back from that token on. Whether
-there is any, a sum of 0 times each operand tells.
+what is not finite in Y or U (as bfloat16) is taken out, and put back into the output from that
+token on; the row's state becomes NaN. Whether there is any, a sum of 0 times each operand tells.
 
 Shared memory: `CuteSplit.shared_bytes`. Barriers: 0 of the block, else mbarriers.
 Constraints: head_size 128; parameters are the fields of csrc/gdn_prefill/params.h in their order;
@@ -63,8 +71,10 @@ from fastkernels.ops.gdn_prefill.kernels import (
 )
 
 ROWS = CuteSplit.rows_per_block
-GROUP = 128  # threads that compute, and threads that load
-THREADS = 2 * GROUP
+GROUP = 128  # threads of each of the three groups of warps
+THREADS = 3 * GROUP
+# A thread starts with 168; what the loading warps give back, the state warps take.
+STATE_REGISTERS, LOAD_REGISTERS = 240, 96
 
 # A stage: K and Q as two panels of 64 columns, V [tokens, rows], T, P, gates. Rows of 128 bytes,
 # swizzled, which is what WGMMA's descriptors want and keeps ldmatrix free of bank conflicts.
@@ -80,15 +90,28 @@ STAGE_BYTES = CuteSplit.stage_bytes
 AT_DECAY = AT_GATES
 AT_BETA = AT_DECAY + 4 * CHUNK
 AT_FIRST_BAD = AT_BETA + 4 * CHUNK
-# Beyond the stages: per computing warp its columns of the output, in rows of 48 bytes, which lie in
-# different banks, and d_t, d_last / d_t and -beta_t d_t; the barriers; what the search for the
-# sequence needs.
+# Beyond the stages: for each state warp and the output warp of the same rows what the one hands to
+# the other (S, U and the first tokens that are not finite; each lane's pieces where the same lane
+# of the other finds them); of the state warp d_last / d_t and -beta_t d_t; of the output warp d_t,
+# and its columns of the output in rows of 48 bytes, which lie in different banks; the barriers;
+# what the search for the sequence needs.
 OUTPUT_PITCH = 48
-WARP_BYTES = CHUNK * OUTPUT_PITCH + 3 * 4 * CHUNK
-BARRIER_BYTES = 64
+AT_S = 0
+AT_U = AT_S + 2 * ROWS // 4 * HEAD_SIZE
+AT_ROWS_BAD = AT_U + 4 * ROWS // 4 * CHUNK
+AT_REST = AT_ROWS_BAD + 2 * 4 * 32
+AT_FACTORS = AT_REST + 4 * CHUNK
+AT_D = AT_FACTORS + 4 * CHUNK
+AT_OUTPUT = AT_D + 4 * CHUNK
+WARP_BYTES = AT_OUTPUT + CHUNK * OUTPUT_PITCH
+BARRIER_BYTES = 128
 SEARCH_BYTES = 4 * THREADS + 64
 assert AT_GATES + GATES_BYTES <= STAGE_BYTES
 assert CuteSplit.exchange_bytes == 4 * WARP_BYTES + BARRIER_BYTES + SEARCH_BYTES
+
+# Barriers. Of each stage: its copies are there; it is free again. Beyond the stages' two: what the
+# state warps hand to the output warps is there, and has been taken.
+S_IS_THERE, S_IS_TAKEN, U_IS_THERE, U_IS_TAKEN = range(4)
 
 LARGEST = 3.3895313892515355e38  # of bfloat16
 
@@ -345,10 +368,12 @@ def _locate(params: Params, position: Int32, shared: cute.Pointer):
         found = scratch + THREADS // 32
         if thread < params.num_seqs:
             rank = Int32(0)
-            for i in cutlass.range(params.num_seqs, unroll=1):
-                other = (lengths + i).load()
-                if (other > my_length) | ((other == my_length) & (i < thread)):
-                    rank += 1
+            # Beyond the last sequence the lengths are 0 and do not count.
+            for i in cutlass.range((params.num_seqs + 3) // 4, unroll=4):
+                others = _load(lengths + 4 * i, 4)
+                for n in cutlass.range_constexpr(4):
+                    is_equal = (others[n] == my_length) & (4 * i + n < thread)
+                    rank += Int32((others[n] > my_length) | is_equal)
             if rank == position:
                 found.store(thread)
                 (found + 1).store(mine)
@@ -373,7 +398,7 @@ def _slot(indices: cute.Pointer, stride: Int64, seq: Int32, params: Params):
         if params.index_words > 1:
             high = (entry + 1).load()
     is_valid = (high == 0) & (low >= 0) & (low < limit)
-    return Int64(low), cute.arch.make_warp_uniform(Int32(is_valid)) != 0
+    return low, cute.arch.make_warp_uniform(Int32(is_valid)) != 0
 
 
 # ---- pieces of rows -----------------------------------------------------------------------------
@@ -438,17 +463,14 @@ def _load_chunks(
 ):
     """From the sequence's first token on; `entry`: its first chunk in the workspace."""
     thread, _, _ = cute.arch.thread_idx()
-    thread %= GROUP
-    key_row = thread // 16
-    key_piece = thread % 16
-    value_row = thread // 8
-    value_piece = thread % 8
-    k += key_row * params.k_stride_t + key_piece * 8
-    q += key_row * params.q_stride_t + key_piece * 8
-    v += value_row * params.v_stride_t + value_piece * 8
-    # Rows of further pieces are 8 or 16 below: the swizzle is the same.
-    key_at = key_piece // 8 * PANEL_BYTES + _swizzle(key_row, key_piece % 8)
-    value_at = _swizzle(value_row, value_piece)
+    thread -= 2 * GROUP
+    row = thread // 8
+    piece = thread % 8
+    k += row * params.k_stride_t + piece * 8
+    q += row * params.q_stride_t + piece * 8
+    v += row * params.v_stride_t + piece * 8
+    # Rows of further pieces are 16 below: the swizzle is the same.
+    own = _swizzle(row, piece)
     for idx in cutlass.range(_num_chunks(length), unroll=1):
         stage = idx % variant.stages
         at = stage * STAGE_BYTES
@@ -456,28 +478,29 @@ def _load_chunks(
         # In a barrier's first round, the round before counts as complete.
         cute.arch.mbarrier_wait(barriers + (variant.stages + stage), idx // variant.stages & 1 ^ 1)
         first = Int64(idx) * CHUNK
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            is_inside = key_row + 8 * i < rows
-            skipped = (first + 8 * i) if is_inside else Int64(-key_row)
-            to = at + key_at + 8 * 128 * i
-            _copy_piece(shared, AT_K + to, k + skipped * params.k_stride_t, is_inside, variant)
-            _copy_piece(shared, AT_Q + to, q + skipped * params.q_stride_t, is_inside, variant)
-        for i in cutlass.range_constexpr(CHUNK // 16):
-            is_inside = value_row + 16 * i < rows
-            skipped = (first + 16 * i) if is_inside else Int64(-value_row)
-            to = at + value_at + 16 * 128 * i
-            _copy_piece(shared, AT_V + to, v + skipped * params.v_stride_t, is_inside, variant)
+        # Copies word by word, unrolled, would take more registers than there are.
+        for i in cutlass.range(CHUNK // 16, unroll=4 if variant.is_aligned else 1):
+            is_inside = row + 16 * i < rows
+            skipped = (first + 16 * i) if is_inside else Int64(-row)
+            to = at + own + 16 * 128 * i
+            of_k = k + skipped * params.k_stride_t
+            of_q = q + skipped * params.q_stride_t
+            of_v = v + skipped * params.v_stride_t
+            for panel in cutlass.range_constexpr(2):
+                to_panel = to + panel * PANEL_BYTES
+                _copy_piece(shared, AT_K + to_panel, of_k + 64 * panel, is_inside, variant)
+                _copy_piece(shared, AT_Q + to_panel, of_q + 64 * panel, is_inside, variant)
+            _copy_piece(shared, AT_V + to, of_v, is_inside, variant)
         if idx == 0:
             cute.arch.griddepcontrol_wait()
         prepared = entry + first // CHUNK * params.num_v_heads * PREPARED_BYTES
-        for i in cutlass.range_constexpr(PAIRS_BYTES // 16 // GROUP):
-            piece = i * GROUP + thread
-            row = piece // 8
+        for i in cutlass.range_constexpr(CHUNK // 16):
             # Tiles above the diagonal are not there; in shared memory they are zeros.
-            if (piece % 8 ^ (row & 7)) // 2 <= row // 16:
-                to = (shared + (at + piece * 16)).toint()
-                _copy_async(to + AT_T, prepared + piece * 16, Int32(16))
-                _copy_async(to + AT_P, prepared + (PAIRS_BYTES + piece * 16), Int32(16))
+            if (piece ^ (row & 7)) // 2 <= i:
+                passed = (i * GROUP + thread) * 16
+                to = (shared + (at + passed)).toint()
+                _copy_async(to + AT_T, prepared + passed, Int32(16))
+                _copy_async(to + AT_P, prepared + (PAIRS_BYTES + passed), Int32(16))
         if thread < GATES_BYTES // 16:
             to = (shared + (at + AT_GATES + thread * 16)).toint()
             _copy_async(to, prepared + (2 * PAIRS_BYTES + thread * 16), Int32(16))
@@ -688,6 +711,15 @@ def _put_back(x: cute.Tensor, first_bad: cute.Tensor):
 
 
 @cute.jit
+def _spoil(S: cute.Tensor, first_bad: cute.Tensor):
+    """NaN in each row that has a bad token."""
+    for j in cutlass.range_constexpr(HEAD_SIZE // 8):
+        for i in cutlass.range_constexpr(4):
+            at = 4 * j + i
+            S[at] = Float32(float("nan")) if first_bad[i // 2] < CHUNK else S[at]
+
+
+@cute.jit
 def _stage_output(params: Params, x: cute.Tensor, tile: cute.Pointer):
     """A warp's part of the output as rows of tokens, for `_store_output`."""
     lane = cute.arch.lane_idx()
@@ -716,81 +748,137 @@ def _store_output(
 
 
 @cute.jit
-def _wait_chunk(barriers: cute.Pointer, idx: Int32, variant: Variant):
-    cute.arch.mbarrier_wait(barriers + idx % variant.stages, idx // variant.stages & 1)
+def _wait_copies(barrier: cute.Pointer, parity: Int32, variant: Variant):
+    cute.arch.mbarrier_wait(barrier, parity)
     if cutlass.const_expr(variant.is_warpgroup):
-        # Copies and plain stores before the barrier, WGMMA's reads after it.
+        # Copies and plain stores before the barrier, WGMMA's reads after it; those of the output
+        # warps, too, since the state warps hand them S after it.
         cute.arch.fence_view_async_shared()
 
 
 @cute.jit
+def _arrive(barrier: cute.Pointer):
+    """Of the whole warp, after all that its lanes did before."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def _give(words: cute.Tensor, to: cute.Pointer) -> None:
+    """A lane's words for the lane that calls `_take`; lanes beside one another, free of bank
+    conflicts."""
+    for i in range(cute.size(words) // 4):
+        at = 16 * (32 * i + cute.arch.lane_idx())
+        piece = cute.recast_ptr(to + at, dtype=words.dtype)
+        _store(piece, [words[4 * i + n] for n in range(4)])
+
+
+def _take(words: cute.Tensor, at: cute.Pointer) -> None:
+    for i in range(cute.size(words) // 4):
+        piece = at + 16 * (32 * i + cute.arch.lane_idx())
+        loaded = _load(cute.recast_ptr(piece, dtype=words.dtype), 4)
+        for n in range(4):
+            words[4 * i + n] = loaded[n]
+
+
+def _load_columns(x: cute.Tensor, at: cute.Pointer) -> None:
+    """Of 64 float32 values those of a lane's columns."""
+    column = cute.arch.lane_idx() % 4 * 2
+    for j in range(CHUNK // 8):
+        pair = _load(_float_at(at, 32 * j + 4 * column), 2)
+        x[2 * j] = pair[0]
+        x[2 * j + 1] = pair[1]
+
+
+# ---- the warps that take the state on -----------------------------------------------------------
+
+
+@cute.jit
+def _load_gates(
+    shared: cute.Pointer,
+    own: cute.Pointer,
+    at: Int32,
+    decay: cute.Tensor,
+    first_bad: cute.Tensor,
+):
+    """d_last of a chunk; -beta_t d_t and d_last / d_t go to shared memory, for `_load_columns`."""
+    lane = cute.arch.lane_idx()
+    pair = _load(_float_at(shared, at + AT_DECAY + 8 * lane), 2)
+    last = _float_at(shared, at + (AT_DECAY + 4 * (CHUNK - 1))).load()
+    betas = _load(_float_at(shared, at + AT_BETA + 8 * lane), 2)
+    _store(_float_at(own, AT_FACTORS + 8 * lane), [-betas[i] * _exp2(pair[i]) for i in range(2)])
+    _store(_float_at(own, AT_REST + 8 * lane), [_exp2(last - pair[i]) for i in range(2)])
+    first_bad.fill(_int_at(shared, at + AT_FIRST_BAD).load())
+    decay[0] = _exp2(last)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def _load_values(shared: cute.Pointer, at: Int32, values: cute.Tensor):
+    """beta_t V^T of this lane's elements."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane = thread % 32
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    # Columns of V as rows: what the transposed load gives lies as the sums do.
+    row = lane % 8 + lane // 16 * 8
+    for n in cutlass.range_constexpr(CHUNK // 16):
+        from_V = at + AT_V + _swizzle(16 * n + row, 2 * warp + lane // 8 % 2)
+        words = _load_matrices((shared + from_V).toint(), transposed=True)
+        for h in cutlass.range_constexpr(2):
+            j = 2 * n + h
+            betas = _load(_float_at(shared, at + (AT_BETA + 32 * j) + lane % 4 * 8), 2)
+            for i in cutlass.range_constexpr(2):
+                values[4 * j + 2 * i] = betas[0] * _lower(words[2 * h + i])
+                values[4 * j + 2 * i + 1] = betas[1] * _upper(words[2 * h + i])
+    _pin(values)
+
+
+@cute.jit
 def _advance_state(
-    params: Params,
     shared: cute.Pointer,
     barriers: cute.Pointer,
     own: cute.Pointer,
     S: cute.Tensor,
-    output: cute.Pointer,
     length: Int32,
     variant: Variant,
 ):
-    """Takes S through the sequence's chunks. `own`: this warp's shared memory; `output`: its
-    columns of the sequence's first token."""
-    thread, _, _ = cute.arch.thread_idx()
-    lane = thread % 32
-    warp = cute.arch.make_warp_uniform(thread // 32)
-    column = lane % 4 * 2
-    decays = own + CHUNK * OUTPUT_PITCH  # d_t, d_last / d_t, -beta_t d_t
+    """Takes S through the sequence's chunks. `own`: this warp's shared memory."""
     num_chunks = _num_chunks(length)
-
+    handed = barriers + 2 * variant.stages
+    X = cute.make_rmem_tensor((CHUNK // 2,), Float32)
     left_S = cute.make_rmem_tensor((HEAD_SIZE // 4,), Int32)
     left_Y = cute.make_rmem_tensor((CHUNK // 4,), Int32)
-    left_U = cute.make_rmem_tensor((CHUNK // 4,), Int32)
     values = cute.make_rmem_tensor((CHUNK // 2,), Float32)  # beta_t V^T
-    factors = cute.make_rmem_tensor((CHUNK // 4,), Float32)  # d_last / d_t, of a lane's columns
+    factors = cute.make_rmem_tensor((CHUNK // 4,), Float32)  # -beta_t d_t, then d_last / d_t
+    decay = cute.make_rmem_tensor((1,), Float32)  # d_last
     first_bad = cute.make_rmem_tensor((2,), Int32)
-    _round(S, left_S)
 
-    _wait_chunk(barriers, Int32(0), variant)
+    # Carried from chunk to chunk: remainders would be computed where S is waited for.
+    stage = Int32(0)
+    before = Int32(0)
+    parity = Int32(0)
+    _wait_copies(barriers, parity, variant)
+    _load_gates(shared, own, Int32(0), decay, first_bad)
+    _load_values(shared, Int32(0), values)
     for idx in cutlass.range(num_chunks, unroll=1):
-        stage = idx % variant.stages
         at = stage * STAGE_BYTES
-        X = cute.make_rmem_tensor((CHUNK // 2,), Float32)
-        O = cute.make_rmem_tensor((CHUNK // 2,), Float32)  # noqa: E741
+        _round(S, left_S)
         _begin(variant, left_S)
         _multiply_keys(X, left_S, shared, at + AT_K, variant)
         _end(variant)
-        _multiply_keys(O, left_S, shared, at + AT_Q, variant)
-        _end(variant)
-        pair = _load(_float_at(shared, at + AT_DECAY + 8 * lane), 2)
-        last = _float_at(shared, at + (AT_DECAY + 4 * (CHUNK - 1))).load()
-        betas = _load(_float_at(shared, at + AT_BETA + 8 * lane), 2)
-        d = [_exp2(pair[i]) for i in range(2)]
-        _store(_float_at(decays, 8 * lane), d)
-        _store(_float_at(decays, 8 * CHUNK + 8 * lane), [-betas[i] * d[i] for i in range(2)])
-        _store(_float_at(decays, 4 * CHUNK + 8 * lane), [_exp2(last - pair[i]) for i in range(2)])
-        first = _int_at(shared, at + AT_FIRST_BAD).load()
-        first_bad.fill(first)
-        cute.arch.sync_warp()
-        decay = _exp2(last)
-        # Columns of V as rows: what the transposed load gives lies as the sums do.
-        row = lane % 8 + lane // 16 * 8
-        for n in cutlass.range_constexpr(CHUNK // 16):
-            from_V = at + AT_V + _swizzle(16 * n + row, 2 * warp + lane // 8 % 2)
-            words = _load_matrices((shared + from_V).toint(), transposed=True)
-            for h in cutlass.range_constexpr(2):
-                j = 2 * n + h
-                betas = _load(_float_at(shared, at + (AT_BETA + 32 * j) + 4 * column), 2)
-                for i in cutlass.range_constexpr(2):
-                    values[4 * j + 2 * i] = betas[0] * _lower(words[2 * h + i])
-                    values[4 * j + 2 * i + 1] = betas[1] * _upper(words[2 * h + i])
-        _pin(values)
-        _wait(variant, 1, X)
+        cute.arch.mbarrier_wait(handed + S_IS_TAKEN, idx & 1 ^ 1)
+        _give(left_S, own + AT_S)
+        _load_columns(factors, own + AT_FACTORS)
+        _pin(factors)
+        _arrive(handed + S_IS_THERE)
+        if idx > 0:
+            _arrive(barriers + (variant.stages + before))
+            # In the branch: else the compiler would move the arithmetic behind the wait for X.
+            _load_values(shared, at, values)
+        _wait(variant, 0, X)
 
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            factor = _load(_float_at(decays, 8 * CHUNK + 32 * j + 4 * column), 2)
-            for i in cutlass.range_constexpr(4):
-                X[4 * j + i] = values[4 * j + i] + factor[i % 2] * X[4 * j + i]
+        for i in cutlass.range_constexpr(CHUNK // 2):
+            X[i] = values[i] + factors[i // 4 * 2 + i % 2] * X[i]
         _round(X, left_Y)
         if cute.arch.vote_any_sync(_has_bad(left_Y)):
             _take_out(X, first_bad)
@@ -798,58 +886,103 @@ def _advance_state(
         _begin(variant, X, left_Y)
         _multiply_pairs(X, left_Y, shared, at + AT_T, variant)
         _end(variant)
-
-        _wait(variant, 1, O)
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            d = _load(_float_at(decays, 32 * j + 4 * column), 2)
-            rest = _load(_float_at(decays, 4 * CHUNK + 32 * j + 4 * column), 2)
-            for i in cutlass.range_constexpr(2):
-                factors[2 * j + i] = rest[i]
-                O[4 * j + i] = d[i] * O[4 * j + i]
-                O[4 * j + 2 + i] = d[i] * O[4 * j + 2 + i]
+        _load_columns(factors, own + AT_REST)
+        _pin(factors)
+        # What changes S in a branch keeps the compiler from moving the scaling behind the wait.
+        _scale(S, decay[0])
+        if cute.arch.vote_any_sync((first_bad[0] < CHUNK) | (first_bad[1] < CHUNK)):
+            _spoil(S, first_bad)
         _wait(variant, 0, X)
 
-        _round(X, left_U)
-        is_bad = _has_bad(left_U) | (first_bad[0] < CHUNK) | (first_bad[1] < CHUNK)
-        is_dirty = cute.arch.vote_any_sync(is_bad)
-        if is_dirty:
-            _take_out(X, first_bad)
-            _put_back(O, first_bad)
-            _round(X, left_U)
-        _begin(variant, O, left_U)
-        _multiply_pairs(O, left_U, shared, at + AT_P, variant)
-        _end(variant)
-        # Not beside X: the compiler would wait for all products before it touches S.
-        _scale(S, decay)
-        for i in cutlass.range_constexpr(CHUNK // 2):
-            X[i] = factors[i // 4 * 2 + i % 2] * X[i]
-        if is_dirty:
-            _put_back(X, first_bad)  # one NaN of a row makes its whole state NaN
-        _round(X, left_Y)
+        for i in cutlass.range_constexpr(CHUNK // 4):
+            n = i // 2 * 2
+            left_Y[i] = _pack(factors[n] * X[2 * i], factors[n + 1] * X[2 * i + 1])
         _begin(variant, S, left_Y)
         _multiply_tokens(S, left_Y, shared, at + AT_K, variant)
         _end(variant)
-
-        _wait(variant, 1, O)
-        _stage_output(params, O, own)
-        cute.arch.sync_warp()
-        to = output + Int64(idx) * CHUNK * params.output_stride_t
-        _store_output(params, own, to, length - idx * CHUNK, variant)
+        cute.arch.mbarrier_wait(handed + U_IS_TAKEN, idx & 1 ^ 1)
+        _give(X, own + AT_U)
+        at_bad = AT_ROWS_BAD + 8 * cute.arch.lane_idx()
+        _store(_int_at(own, at_bad), [first_bad[0], first_bad[1]])
+        _arrive(handed + U_IS_THERE)
+        before = stage
+        stage += 1
+        if stage == variant.stages:
+            stage = Int32(0)
+            parity ^= 1
         if idx + 1 < num_chunks:
-            _wait_chunk(barriers, idx + 1, variant)
+            _wait_copies(barriers + stage, parity, variant)
+            _load_gates(shared, own, stage * STAGE_BYTES, decay, first_bad)
         _wait(variant, 0, S)
-        _round(S, left_S)
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barriers + (variant.stages + stage))
+
+
+# ---- the warps that make the output -------------------------------------------------------------
 
 
 @cute.jit
-def _visit_state(S: cute.Tensor, state: cute.Pointer, is_load: bool, variant: Variant):
-    """Loads or stores a computing thread's part of the state, in pairs."""
+def _make_output(
+    params: Params,
+    shared: cute.Pointer,
+    barriers: cute.Pointer,
+    own: cute.Pointer,
+    output: cute.Pointer,
+    length: Int32,
+    variant: Variant,
+):
+    """`own`: this warp's shared memory; `output`: its columns of the sequence's first token."""
+    lane = cute.arch.lane_idx()
+    handed = barriers + 2 * variant.stages
+    O = cute.make_rmem_tensor((CHUNK // 2,), Float32)  # noqa: E741
+    left_S = cute.make_rmem_tensor((HEAD_SIZE // 4,), Int32)
+    U = cute.make_rmem_tensor((CHUNK // 2,), Float32)
+    left_U = cute.make_rmem_tensor((CHUNK // 4,), Int32)
+    d = cute.make_rmem_tensor((CHUNK // 4,), Float32)
+    for idx in cutlass.range(_num_chunks(length), unroll=1):
+        stage = idx % variant.stages
+        at = stage * STAGE_BYTES
+        cute.arch.mbarrier_wait(handed + S_IS_THERE, idx & 1)
+        _take(left_S, own + AT_S)
+        _arrive(handed + S_IS_TAKEN)
+        _begin(variant, left_S)
+        _multiply_keys(O, left_S, shared, at + AT_Q, variant)
+        _end(variant)
+        pair = _load(_float_at(shared, at + AT_DECAY + 8 * lane), 2)
+        _store(_float_at(own, AT_D + 8 * lane), [_exp2(pair[i]) for i in range(2)])
+        cute.arch.mbarrier_wait(handed + U_IS_THERE, idx & 1)
+        _take(U, own + AT_U)
+        first_bad = _load(_int_at(own, AT_ROWS_BAD + 8 * lane), 2)
+        _arrive(handed + U_IS_TAKEN)
+        _round(U, left_U)
+        if cute.arch.vote_any_sync(_has_bad(left_U)):
+            _take_out(U, first_bad)
+            _round(U, left_U)
+        _load_columns(d, own + AT_D)
+        _wait(variant, 0, O)
+
+        for i in cutlass.range_constexpr(CHUNK // 2):
+            O[i] = d[i // 4 * 2 + i % 2] * O[i]
+        _begin(variant, O, left_U)
+        _multiply_pairs(O, left_U, shared, at + AT_P, variant)
+        _end(variant)
+        is_dirty = cute.arch.vote_any_sync((first_bad[0] < CHUNK) | (first_bad[1] < CHUNK))
+        _wait(variant, 0, O)
+        _arrive(barriers + (variant.stages + stage))
+        if is_dirty:
+            _put_back(O, first_bad)
+        _stage_output(params, O, own + AT_OUTPUT)
+        cute.arch.sync_warp()
+        to = output + Int64(idx) * CHUNK * params.output_stride_t
+        _store_output(params, own + AT_OUTPUT, to, length - idx * CHUNK, variant)
+
+
+@cute.jit
+def _visit_state(
+    S: cute.Tensor, state: cute.Pointer, column: Int32, is_load: bool, variant: Variant
+):
+    """Loads or stores a state thread's part of a head's state, in pairs."""
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % 32
-    own = state + (thread // 32 * 16 + lane // 4) * HEAD_SIZE + lane % 4 * 2
+    own = state + (column + thread // 32 * 16 + lane // 4) * HEAD_SIZE + lane % 4 * 2
     for j in cutlass.range_constexpr(HEAD_SIZE // 8):
         for row in cutlass.range_constexpr(2):
             at = own + 8 * HEAD_SIZE * row + 8 * j
@@ -870,6 +1003,12 @@ def _visit_state(S: cute.Tensor, state: cute.Pointer, is_load: bool, variant: Va
                     (at + 1).store(S[i + 1])
 
 
+def _new_state(params: Params, slot: Int32, v_head: Int64) -> cute.Pointer:
+    """Where it is used: an address would be kept in memory beside all that the loop holds."""
+    of_head = v_head * params.new_state_stride_h
+    return params.new_state + (Int64(slot) * params.new_state_stride_slot + of_head)
+
+
 @cute.jit
 def _run_sequence(
     params: Params,
@@ -888,16 +1027,17 @@ def _run_sequence(
     slot, is_valid = _slot(params.read_indices, params.read_stride, seq, params)
     target, is_stored = _slot(params.write_indices, params.write_stride, seq, params)
     v_head = Int64(head)
-    of_head = v_head * params.state_stride_h + column * HEAD_SIZE
-    state = params.state + (slot * params.state_stride_slot + of_head)
-    of_head = v_head * params.new_state_stride_h + column * HEAD_SIZE
-    new_state = params.new_state + (target * params.new_state_stride_slot + of_head)
+    of_head = Int64(slot) * params.state_stride_slot + v_head * params.state_stride_h
+    state = params.state + of_head
     if not is_valid:  # padding
         _clear_output(params, output, start, start + length, variant)
     elif length == 0:
         # Word by word, so that a state keeps its bits.
         if is_stored:
-            for i in cutlass.range(thread, ROWS * HEAD_SIZE, THREADS, unroll=1):
+            new_state = _new_state(params, target, v_head)
+            begin = column * HEAD_SIZE
+            end = begin + ROWS * HEAD_SIZE
+            for i in cutlass.range(begin + thread, end, THREADS, unroll=1):
                 word = Int32(0)
                 if params.has_state != 0:
                     word = cute.recast_ptr(state + i, dtype=Int32).load()
@@ -908,7 +1048,9 @@ def _run_sequence(
             for i in cutlass.range_constexpr(variant.stages):
                 loads = GROUP if variant.is_aligned else 2 * GROUP
                 cute.arch.mbarrier_init(barriers + i, loads)
-                cute.arch.mbarrier_init(barriers + (variant.stages + i), GROUP // 32)
+                cute.arch.mbarrier_init(barriers + (variant.stages + i), 2 * GROUP // 32)
+            for i in cutlass.range_constexpr(4):
+                cute.arch.mbarrier_init(barriers + (2 * variant.stages + i), GROUP // 32)
             cute.arch.mbarrier_init_fence()
         # Tiles of T and P above the diagonal, which nobody copies.
         for i in cutlass.range(thread, 2 * PAIRS_BYTES // 16, THREADS, unroll=1):
@@ -920,18 +1062,22 @@ def _run_sequence(
         cute.arch.sync_threads()
         first = Int64(start)
         warp = cute.arch.make_warp_uniform(thread // 32)
+        own = beyond + warp % (GROUP // 32) * WARP_BYTES
         if warp < GROUP // 32:
+            cute.arch.setmaxregister_increase(STATE_REGISTERS)
             S = cute.make_rmem_tensor((HEAD_SIZE // 2,), Float32)
             if params.has_state != 0:
-                _visit_state(S, state, True, variant)
+                _visit_state(S, state, column, True, variant)
             else:
                 S.fill(0.0)
-            own = beyond + warp * WARP_BYTES
-            columns = output + first * params.output_stride_t + 16 * warp
-            _advance_state(params, shared, barriers, own, S, columns, length, variant)
+            _advance_state(shared, barriers, own, S, length, variant)
             if is_stored:
-                _visit_state(S, new_state, False, variant)
+                _visit_state(S, _new_state(params, target, v_head), column, False, variant)
+        elif warp < 2 * GROUP // 32:
+            columns = output + first * params.output_stride_t + 16 * (warp % (GROUP // 32))
+            _make_output(params, shared, barriers, own, columns, length, variant)
         else:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             q_head = Int64(head // (params.num_v_heads // params.num_q_heads))
             number = Int64(start // CHUNK) + seq
             entry = params.workspace + (number * params.num_v_heads + head) * PREPARED_BYTES
@@ -986,6 +1132,7 @@ def _launch(params: Params, variant: cutlass.Constexpr):
         grid=(1, 1, 1),
         block=(THREADS, 1, 1),
         smem=variant.stages * STAGE_BYTES + CuteSplit.exchange_bytes,
+        min_blocks_per_mp=1,  # without it the compiler does not give registers to a group
     )
 
 
