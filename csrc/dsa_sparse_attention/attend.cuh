@@ -34,9 +34,10 @@ struct Attention {
     float factors[kHeads];
   };
 
-  // Of this thread's head (threadIdx.x / 16), the same in all its 16 threads; base 2.
+  // Of this thread's head (threadIdx.x / 16); base 2. The maximum is the same in all its 16
+  // threads, the sum is of this one's keys until `add_sums`; see `get_scale` for its first value.
   float maximum = -INFINITY;
-  float sum = 0.0f;
+  float sum = -0.0f;
   // Of heads l / 4 and l / 4 + 8, columns 64 * warp + 8 * tile + 2 * (l % 4) and the next.
   float output[kTiles][4] = {};
   uint32_t queries[kPartSteps][4];
@@ -44,13 +45,22 @@ struct Attention {
   static __device__ __forceinline__ uint32_t group() { return threadIdx.x / 32 % kGroups; }
   static __device__ __forceinline__ uint32_t part() { return threadIdx.x / 32 / kGroups; }
 
+  // Where a lane's matrix rows of the first four steps of the warp's part lie. Four steps on are 8
+  // pieces, which are swizzled alike: 128 bytes.
+  static __device__ __forceinline__ void get_places(uint32_t (&places)[4], uint32_t slab,
+                                                    uint32_t row, uint32_t half) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) places[i] = slab + place(row, 2 * (part() * kPartSteps + i) + half);
+  }
+
   // `from`: 16 rows in the places of keys, complete.
   __device__ __forceinline__ void load_queries(const unsigned char* from) {
     const uint32_t lane = threadIdx.x % 32;
+    uint32_t places[4];
+    get_places(places, ptx::shared_address(from), lane % 16, lane / 16);
 #pragma unroll
     for (int i = 0; i < kPartSteps; ++i) {
-      const uint32_t piece = 2 * (part() * kPartSteps + i) + lane / 16;
-      ptx::load_matrices(queries[i], ptx::shared_address(from) + place(lane % 16, piece));
+      ptx::load_matrices(queries[i], places[i % 4] + i / 4 * 128);
     }
   }
 
@@ -59,23 +69,24 @@ struct Attention {
                                                 Shared* shared) const {
     const uint32_t lane = threadIdx.x % 32, first = 16 * group();
     if (static_cast<int32_t>(first) >= count) return;
-    float scores[2][4] = {};
-    const uint32_t row = first + lane / 16 * 8 + lane % 8;
-    const uint32_t address = ptx::shared_address(slab);
+    // Of even and of odd steps: half as many products wait for one another.
+    float scores[2][2][4] = {};
+    uint32_t places[4];
+    get_places(places, ptx::shared_address(slab), first + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kPartSteps; ++i) {
-      const uint32_t piece = 2 * (part() * kPartSteps + i) + lane / 8 % 2;
       uint32_t keys[4];
-      ptx::load_matrices(keys, address + place(row, piece));
-      ptx::mma_bf16(scores[0], queries[i], keys[0], keys[1]);
-      ptx::mma_bf16(scores[1], queries[i], keys[2], keys[3]);
+      ptx::load_matrices(keys, places[i % 4] + i / 4 * 128);
+      ptx::mma_bf16(scores[i % 2][0], queries[i], keys[0], keys[1]);
+      ptx::mma_bf16(scores[i % 2][1], queries[i], keys[2], keys[3]);
     }
     auto& to = shared->scores[part()];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t key = first + 8 * n + lane % 4 * 2;
-      *reinterpret_cast<float2*>(&to[lane / 4][key]) = make_float2(scores[n][0], scores[n][1]);
-      *reinterpret_cast<float2*>(&to[lane / 4 + 8][key]) = make_float2(scores[n][2], scores[n][3]);
+      const float (&x)[4] = scores[0][n], (&y)[4] = scores[1][n];
+      *reinterpret_cast<float2*>(&to[lane / 4][key]) = make_float2(x[0] + y[0], x[1] + y[1]);
+      *reinterpret_cast<float2*>(&to[lane / 4 + 8][key]) = make_float2(x[2] + y[2], x[3] + y[3]);
     }
   }
 
@@ -113,10 +124,6 @@ struct Attention {
       logits[i] = ptx::exp2(logits[i] - shift);
       total += logits[i];
     }
-#pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2) {
-      total += __shfl_xor_sync(0xffffffffu, total, distance);
-    }
     maximum = largest;
     sum = sum * factor + total;
     auto* to = reinterpret_cast<uint32_t*>(shared->weights + head * kWeightPitch + 2 * first);
@@ -148,6 +155,14 @@ struct Attention {
     }
   }
 
+  // Over all keys, after the last slab.
+  __device__ __forceinline__ void add_sums() {
+#pragma unroll
+    for (int distance = 8; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+  }
+
   // By the factor of each head; mostly all are 1.
   __device__ __forceinline__ void scale(const Shared& shared) {
     const uint32_t head = threadIdx.x % 32 / 4;
@@ -163,13 +178,20 @@ struct Attention {
   }
 };
 
+// What an output is multiplied by. A sum starts as -0 and is something else as soon as there was a
+// key: without any the output is 0. Where all logits are -inf the sum is 0, and the output NaN, as
+// the softmax is.
+__device__ __forceinline__ float get_scale(float sum) {
+  return __float_as_uint(sum) == 0x80000000u ? 0.0f : ptx::reciprocal(sum);
+}
+
+__device__ __forceinline__ uint16_t* output_row(const Params& p, int64_t token, int32_t head) {
+  return static_cast<uint16_t*>(p.output) + token * p.output_stride_t + head * p.output_stride_h;
+}
+
 // Two neighbouring columns of the output.
 template <bool kAligned>
-__device__ __forceinline__ void store_columns(const Params& p, int64_t token, int32_t head,
-                                              int32_t column, float x, float y) {
-  if (head >= p.num_heads) return;
-  auto* to = static_cast<uint16_t*>(p.output) + token * p.output_stride_t +
-             head * p.output_stride_h + column;
+__device__ __forceinline__ void store_columns(uint16_t* to, float x, float y) {
   if constexpr (kAligned) {
     *reinterpret_cast<uint32_t*>(to) = ptx::to_bf16x2(x, y);
   } else {

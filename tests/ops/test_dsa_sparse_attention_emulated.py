@@ -29,11 +29,13 @@ pytestmark = pytest.mark.toolchain
 
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 CONFIGS: dict[str, tuple[str, Any]] = {
-    "alone": ("cluster_split", ClusterSplit(1, 32, 2, 32)),
-    "alone-64": ("cluster_split", ClusterSplit(1, 64, 2, 32)),
-    "cluster-2": ("cluster_split", ClusterSplit(2, 32, 2, 128)),
-    "cluster-8": ("cluster_split", ClusterSplit(8, 64, 2, 32)),
-    "cluster-16": ("cluster_split", ClusterSplit(16, 32, 3, 16)),
+    "alone": ("cluster_split", ClusterSplit(1, 32, 2)),
+    "alone-64": ("cluster_split", ClusterSplit(1, 64, 2)),
+    "alone-ahead": ("cluster_split", ClusterSplit(1, 32, 3)),
+    "cluster-2": ("cluster_split", ClusterSplit(2, 32, 2)),
+    "cluster-4": ("cluster_split", ClusterSplit(4, 32, 4)),
+    "cluster-8": ("cluster_split", ClusterSplit(8, 64, 2)),
+    "cluster-16": ("cluster_split", ClusterSplit(16, 32, 4)),
 }
 Emulate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -216,7 +218,7 @@ def test_infinite_logits(emulate: Emulate, name: str, has_inf: bool) -> None:
     assert torch.equal(output[1:], clean[0][1:])
 
 
-@pytest.mark.parametrize("name", ["alone-64", "cluster-8", "cluster-16"])
+@pytest.mark.parametrize("name", ["alone-64", "alone-ahead", "cluster-8", "cluster-16"])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257, 511, 512])
 def test_every_number_of_keys(emulate: Emulate, name: str, count: int) -> None:
     """Whatever share of a cluster, of a slab and of 16 keys is left over."""
@@ -225,9 +227,20 @@ def test_every_number_of_keys(emulate: Emulate, name: str, count: int) -> None:
     assert_judged(inputs, emulate(name, inputs))
 
 
+@pytest.mark.parametrize("name", ["cluster-4", "cluster-8", "cluster-16"])
+def test_all_keys_in_one_block(emulate: Emulate, name: str) -> None:
+    """Valid entries only where one block of a cluster looks, as many as it can find."""
+    num_blocks = KERNEL["cluster_split"].tile(CONFIGS[name][1])[0]
+    case = dataclasses.replace(MIXED, num_tokens=1, topk=MAX_TOPK, valid=(MAX_TOPK,), num_pages=40)
+    inputs = make_inputs(dataclasses.replace(case, num_qo_heads=1))
+    block = torch.arange(MAX_TOPK) // 8 % num_blocks
+    inputs.sparse_indices[0, block != 1] = -1
+    assert_judged(inputs, emulate(name, inputs))
+
+
 def test_configs_that_do_not_fit_are_refused() -> None:
-    assert ClusterSplit(16, 64, 2, 64).shared_bytes <= 227 * 1024
+    assert ClusterSplit(16, 64, 2).shared_bytes <= 227 * 1024
     with pytest.raises(ValueError, match="stages"):
-        ClusterSplit(16, 64, 3, 64)
+        ClusterSplit(16, 64, 3)
     with pytest.raises(ValueError, match="cluster"):
-        ClusterSplit(3, 64, 2, 64)
+        ClusterSplit(3, 64, 2)

@@ -93,7 +93,7 @@ def test_configs_of_the_sweep(choice: sweep.Choice) -> None:
 def test_exchange_under_changing_validity(cluster: int) -> None:
     """Thousands of calls over memory that never gets cold: the same bits as the first call on the
     same contents, whatever blocks of a cluster had to do in the call before."""
-    config = ClusterSplit(cluster, 32, 2, 32 if cluster < 16 else 16)
+    config = ClusterSplit(cluster, 32, 2)
     route = OPERATOR.route("cluster_split")
     assert route is not None
     key = key_from_axes(OPERATOR.spec, CASE.axes, named_device("cuda"), CASE.mode)

@@ -47,14 +47,12 @@ MOST_SHARED_BYTES = 227 * 1024
 
 @dataclass(frozen=True)
 class ClusterSplit:
-    """`cluster` blocks share the keys of 16 heads of a token, as many of them as leave each more
-    than half of `min_keys`; each takes `slab` keys at a time, with `stages` slabs in shared
-    memory."""
+    """`cluster` blocks share the keys of 16 heads of a token; each takes `slab` keys at a time,
+    with `stages` slabs in shared memory."""
 
     cluster: int
     slab: int
     stages: int
-    min_keys: int
 
     def __post_init__(self) -> None:
         if self.cluster not in (1, 2, 4, 8, 16):
@@ -66,8 +64,6 @@ class ClusterSplit:
                 f"knob 'stages' is {self.stages}, expected 2 to 5, as many as a block's shared "
                 "memory holds"
             )
-        if self.min_keys not in (16, 32, 64, 128):
-            raise ValueError(f"knob 'min_keys' is {self.min_keys}, expected 16, 32, 64 or 128")
 
     @property
     def shared_bytes(self) -> int:
@@ -77,10 +73,9 @@ class ClusterSplit:
         parts = warps // (self.slab // HEADS)
         scores = 4 * parts * HEADS * (self.slab + 8)
         exchange = scores + HEADS * (2 * self.slab + 16) + 4 * HEADS
-        listed = max(MAX_TOPK // self.cluster, self.min_keys)
-        block = exchange + HEADS * ROW_BYTES + 4 * HEADS * (self.cluster + 1) + 4 * listed
-        block += 8 + 4 * warps
-        block += -block % 16
+        weights = 4 * HEADS * ((self.cluster + 4) // 4 * 4)
+        block = HEADS * ROW_BYTES + exchange + weights
+        block += 2 * 8 + 4 * warps + 4 * (MAX_TOPK // self.cluster)
         if self.cluster > 4:  # room of its own for what is received
             block += 4 * HEADS * CKV + 8 * self.cluster * HEADS
         return self.stages * self.slab * ROW_BYTES + block
@@ -149,13 +144,12 @@ def workspace_bytes(axes: Mapping[str, int], config: TritonSplit) -> int:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
-        OP, "cluster_split", "cuda", ARCHS, ClusterSplit(8, 32, 2, 32),
+        OP, "cluster_split", "cuda", ARCHS, ClusterSplit(8, 32, 2),
         "dsa_sparse_attention/cluster_split.cu",
         tile=lambda c: (c.cluster, HEADS, 0, 0),
         launch_shape=lambda c, _: (256, c.shared_bytes),
         candidates={
             "cluster": (1, 2, 4, 8, 16), "slab": (32, 64), "stages": (2, 3, 4),
-            "min_keys": (16, 32, 64),
         },
     ),
     Kernel(
