@@ -50,6 +50,19 @@ def later_wrong(inputs: Any, outputs: Any) -> None:
         outputs[0].mul_(1.05)
 
 
+def by_way_of_scratch(inputs: Any, outputs: Any) -> None:
+    scratch = torch.empty_like(outputs[1])
+    honest(inputs, outputs)
+    scratch.copy_(outputs[1])
+    outputs[1].copy_(scratch)
+
+
+def forgets_its_scratch(inputs: Any, outputs: Any) -> None:
+    scratch = torch.empty_like(outputs[1])
+    honest(inputs, outputs)
+    outputs[1].copy_(scratch)
+
+
 def nonfinite(inputs: Any, outputs: Any) -> None:
     honest(inputs, outputs)
     outputs[1][0, 1, 2, 3] = float("inf")
@@ -222,7 +235,8 @@ ROUTES = {
         *(
             route(call)
             for call in (
-                honest, wrong, later_wrong, nonfinite, drops_an_element, idles, mutates, overruns,
+                honest, by_way_of_scratch, forgets_its_scratch, wrong, later_wrong,
+                nonfinite, drops_an_element, idles, mutates, overruns,
                 underruns, reshapes, retypes, raises, out_of_memory, hangs, crashes, leaves, forges,
                 prints, dawdles, remembers, stops_the_clock, asserts, sleeps, asks_for_too_much,
                 lingers,

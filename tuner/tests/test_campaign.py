@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +24,11 @@ from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.cli import campaigns, main
 from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
 from fastkernels_tuner.errors import EvidenceError
-from fastkernels_tuner.model import Candidate, Evaluation, Policy, Workload
+from fastkernels_tuner.measure import Rejected
+from fastkernels_tuner.model import Candidate, Cause, Evaluation, Failure, Policy, Workload
 from fastkernels_tuner.promote import NotPromoted, Unproven
 from fastkernels_tuner.search import SETTLED, Outage, TrialResult
+from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import STAGES, name_of
 from fastkernels_tuner.stages import report as report_stage
 from fastkernels_tuner.store import LeaseTaken, Store
@@ -450,15 +453,78 @@ def test_what_is_no_faster_leaves_the_champion(store: Store, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("_champion")
-def test_a_champion_that_is_wrong_goes_without_a_comparison(store: Store, tmp_path: Path) -> None:
-    """However fast it is."""
-    bench = FakeBench(prefers(32), wrong=lambda c, w, seed: c.config["chunk_size"] == 32)
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_between_equals_stops_no_campaign(store: Store, tmp_path: Path, seed: int) -> None:
+    """What serves today is chosen again, though its rival was faster by less than is known."""
+
+    def us(candidate: Candidate, workload: Workload) -> float:
+        return 100.0 if candidate.config["chunk_size"] in (32, 64) else 200.0
+
+    bench = FakeBench(us, noise=0.002, rng=random.Random(seed))
     campaign = go_on(begin(store, tmp_path, max_trials=25), bench, last="emit")
+    assert all(sizes <= {32, 64} for sizes in served(campaign).values())
+
+
+@pytest.mark.usefixtures("_champion")
+@pytest.mark.parametrize("wrong_from", [0, 100])
+def test_a_champion_that_is_wrong_goes_without_a_comparison(
+    store: Store, tmp_path: Path, wrong_from: int
+) -> None:
+    """However fast it is. Seen when it is compared, or, of some draws, when it is verified; then
+    what takes its place is verified in turn."""
+    judged = set()
+    table, _ = dispatch.find_table(plan.operator_of(OP), named_device("cpu"))
+    assert table is not None
+    (champion,) = {str(make_candidate(OP, r.route, r.config)) for r in table.regimes}
+
+    def wrong(candidate: Candidate, workload: Workload, seed: int) -> bool:
+        if seed >= 100:
+            judged.add(str(candidate))
+        return str(candidate) == champion and seed >= wrong_from
+
+    bench = FakeBench(prefers(32), wrong=wrong)
+    campaign = go_on(begin(store, tmp_path, max_trials=25), bench, last="emit")
+    table = tables.parse(
+        (campaign.folder / campaign.require("emit")["table"]).read_text(), campaign.operator.spec
+    )
+    emitted = {str(make_candidate(OP, r.route, r.config)) for r in table.regimes}
+    assert emitted <= judged - {champion}
+    assert campaign.require("verify")["unproven"] == []
     assert campaign.done("confirm") == []
     for comparison in campaign.require("confirm")["comparisons"]:
         assert comparison["decision"] == "promote"
         assert "what serves today is wrong" in comparison["reason"]
-    assert all(32 not in sizes for sizes in served(campaign).values())
+
+
+@pytest.mark.usefixtures("_champion")
+def test_what_is_wrong_in_a_session_changes_nothing(store: Store, tmp_path: Path) -> None:
+    """Also where nothing was compared: it was trusted everywhere until then."""
+    bench = FakeBench(prefers(64), noise=0.002)
+    pair = bench.pair
+
+    def rejects(a: Candidate, b: Candidate, workload: Workload, **options: Any) -> Any:
+        if workload.build().mode == "inplace":
+            failure = Failure(cause=Cause.NUMERIC, message="off", workload=workload.id)
+            raise Rejected(a.id, failure)
+        return pair(a, b, workload, **options)
+
+    bench.pair = rejects  # type: ignore[method-assign]
+    campaign = go_on(begin(store, tmp_path, max_trials=25), bench, last="emit")
+    decisions = {c["decision"] for c in campaign.require("confirm")["comparisons"]}
+    assert decisions == {"reject"}
+    assert served(campaign) == {mode: {32} for mode in campaign.operator.spec.modes}
+
+
+@pytest.mark.usefixtures("_champion")
+def test_a_table_that_changed_meanwhile_is_no_champion(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = begin(store, tmp_path, max_trials=25)
+    go_on(campaign, FakeBench(prefers(64)), last="fit")
+    monkeypatch.setenv("FASTKERNELS_TABLES", str(tmp_path / "nothing"))
+    dispatch.reload_tables()
+    with pytest.raises(EvidenceError, match="changed since the campaign began"):
+        go_on(campaign, FakeBench(prefers(64)))
 
 
 # ---- two GPUs -----------------------------------------------------------------------------------

@@ -13,11 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from fastkernels.core import dispatch
 from fastkernels.core.archs import product_slug
 from fastkernels.core.device import DeviceInfo, named_device
 from fastkernels.core.route import Operator
+from fastkernels.core.table import Regime as TableRegime
+from fastkernels.core.table import Table
 from fastkernels.errors import ArgumentError
 from fastkernels_tuner import plan
+from fastkernels_tuner.errors import EvidenceError
 from fastkernels_tuner.model import (
     Block,
     CampaignSpec,
@@ -108,10 +112,32 @@ class Campaign:
     def info(self) -> DeviceInfo:
         """The device; away from it what its product says, which is all that tables and reports
         need."""
+        product = product_slug(self.spec.environment.device)
         try:
-            return named_device(self.spec.device)
+            here = named_device(self.spec.device)
         except ArgumentError:
-            return named_device(product_slug(self.spec.environment.device))
+            return named_device(product)
+        return here if product_slug(here.product) == product else named_device(product)
+
+    @cached_property
+    def champion(self) -> Table | None:
+        """The measured table of this product that is in force. Raises EvidenceError where it is
+        another one than when the campaign began."""
+        now, then = plan.champion(self.operator, self.info), self.spec.champion
+        if now.get("sha256") != then.get("sha256"):
+            raise EvidenceError(f"{self.id}: the table in force changed since the campaign began")
+        table, _ = dispatch.find_table(self.operator, self.info)
+        if table is None or table.status != "measured" or table.product != self.info.product:
+            return None
+        return table
+
+    def reigning(self, group: plan.Group) -> list[TableRegime]:
+        """The champion's regimes of a mode and constants: none where there is no champion, or it
+        serves them by a fallback."""
+        mode, constants = group
+        bounds = {name: (size, size) for name, size in constants}
+        regimes = self.champion.regimes if self.champion is not None else ()
+        return [r for r in regimes if r.mode == mode and r.constants == bounds]
 
     @cached_property
     def workloads(self) -> dict[str, Workload]:

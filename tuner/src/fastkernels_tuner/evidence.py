@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fastkernels.core import dispatch
 from fastkernels.testing.cupti import Spread
 from fastkernels_tuner import plan
 from fastkernels_tuner.campaign import Campaign
@@ -94,13 +93,10 @@ def build(
 
 
 def _reigning(campaign: Campaign, group: plan.Group) -> dict[str, Any]:
-    """The champion's regimes of a mode and constants: none where it serves them by a fallback."""
     mode, constants = group
-    champion, _ = dispatch.find_table(campaign.operator, campaign.info)
     found = [
         {"axes": r.axes, "route": r.route, "config": r.config, "evidence": r.evidence}
-        for r in (champion.regimes if champion is not None else ())
-        if r.mode == mode and r.constants == {name: (size, size) for name, size in constants}
+        for r in campaign.reigning(group)
     ]
     return {"mode": mode, "constants": dict(constants), "regimes": found}
 
@@ -130,9 +126,10 @@ def _error(value: float) -> dict[str, Any]:
 
 
 def rejected(campaign: Campaign) -> set[str]:
-    """Ids of the candidates that were wrong when they were compared or verified."""
+    """Ids of the candidates that were wrong when they were compared, verified or confirmed."""
     verdicts = (each for done in campaign.done("verify") for each in done.result["verdicts"])
     found = {each["candidate"] for each in verdicts if each["outcome"]["kind"] == "fail"}
+    found |= {done.result["wrong"] for done in campaign.done("confirm") if "wrong" in done.result}
     return found | {c.id for _, c, evaluation in evaluations(campaign) if _is_wrong(evaluation)}
 
 

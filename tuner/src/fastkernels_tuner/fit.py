@@ -94,7 +94,7 @@ class Grid:
         serves most of the sizes today: between equals a table should not flip."""
         sizes = tuple(sizes)
         totals = {candidate: self.total(candidate, sizes) for candidate in legal}
-        known = sum(self.best[size].spread_ns for size in sizes)
+        known = math.hypot(*(self.best[size].spread_ns for size in sizes))
         alike = [c for c in legal if totals[c] - min(totals.values()) <= known]
         return min(
             alike, key=lambda c: (-sum(self.today.get(size) == c for size in sizes), totals[c])
@@ -332,7 +332,8 @@ def evidence(grid: Grid, segments: list[Segment], i: int, axes: Sequence[str]) -
         "worst_us": grid.time(candidate, slowest) / 1000,
         "spread_us": max(grid.best[at].spread_ns, 1) / 1000,
         "runner_up": "none" if rival is None else str(rival.rival),
-        "margin": 0.0 if rival is None else rival.ratio,
+        # What serves today may lose to it by less than is known.
+        "margin": 0.0 if rival is None else max(rival.ratio, 0.0),
         "at": dict(zip(axes, at if isinstance(at, tuple) else (at,), strict=True)),
         "slowdown": max(
             round(sample.median_ns / grid.best[size].median_ns - 1, 4)

@@ -119,7 +119,7 @@ def draft_from(source: Source) -> Draft:
     )
     if len(axes) == 1:
         _check_coverage(grids, limits[0], setting)
-    kept = _kept(data, failed, setting)
+    kept = _kept(data, _failed(rows), setting)
     return Draft(
         source=source,
         option="sweep",

@@ -602,10 +602,9 @@ def run_together(
     first, so that those who share strata meet at them.
     """
     runs = [
-        _Run(subject, policy, corpus, record).steps(corpus.of(subject.candidate, device), seed,
-                                                    stop, batch)
+        _Run(subject, policy, corpus, record).steps(device, seed, stop, batch)
         for subject in subjects
-    ]  # fmt: skip
+    ]
     waiting: dict[int, _Batch] = {}
     verdicts: dict[int, Verdict] = {}
 
@@ -686,10 +685,10 @@ class _Run:
         self.found: list[Regression] = []
 
     def steps(
-        self, records: Sequence[Regression], seed: int, stop: Callable[[], bool], batch: int
+        self, device: DeviceInfo, seed: int, stop: Callable[[], bool], batch: int
     ) -> _Steps[Verdict]:
         """Asks for batches, takes what came of each, and ends with the verdict."""
-        outcome = self._before() or (yield from self._regressions(records, stop))
+        outcome = self._before() or (yield from self._regressions(device, stop))
         if outcome is None:
             outcome = yield from self._sample(seed, stop, batch)
         counted = count(self.strata, self.trials, self.policy)
@@ -719,9 +718,8 @@ class _Run:
             seed=known.seed,
         )
 
-    def _regressions(
-        self, records: Sequence[Regression], stop: Callable[[], bool]
-    ) -> _Steps[Outcome | None]:
+    def _regressions(self, device: DeviceInfo, stop: Callable[[], bool]) -> _Steps[Outcome | None]:
+        records = self.corpus.of(self.candidate, device)
         for done, known in enumerate(records):
             if stop():
                 left = len(records) - done

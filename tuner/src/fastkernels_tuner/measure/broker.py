@@ -628,15 +628,32 @@ class Bench:
         with self._exclusive():
             tallies = {entry.label: Tally(workload.id) for entry in entries}
             try:
-                for overlay in dict.fromkeys(entry.overlay for entry in entries):
-                    own = [entry for entry in entries if entry.overlay == overlay]
-                    self._judged(own, workload, list(seeds), tallies)
+                for together in self._together(entries, workload, len(seeds)):
+                    self._judged(together, workload, list(seeds), tallies)
             except Infrastructure as error:
                 self._recover(error.failure)
                 for tally in tallies.values():
                     if tally.failure is None and tally.trials < len(seeds):
                         tally.failures.append(error.failure)
             return [tallies[entry.label].close() for entry in entries]
+
+    def _together(
+        self, entries: Sequence[Entry], workload: Workload, count: int
+    ) -> Iterator[list[Entry]]:
+        """Those that may be judged side by side: of equal sources, in rounds of two draws or more.
+        Whose first draw is the last one of the entry before could find that one's results in memory
+        that it should have written itself: such entries are judged one by one, and on a single draw
+        each in a process of its own."""
+        slots = self._lend(workload, max(SLOTS, min(count, JUDGED_SLOTS))).slots if count else 0
+        for overlay in dict.fromkeys(entry.overlay for entry in entries):
+            own = [entry for entry in entries if entry.overlay == overlay]
+            if len(own) == 1 or (count >= 2 and slots >= 3):
+                yield own
+                continue
+            for entry in own:
+                if count == 1 and entry is not own[0]:
+                    self._seats[0].clear()
+                yield [entry]
 
     def repeat(
         self, candidate: Candidate, workload: Workload, seed: int, *, calls: int = 3
@@ -850,19 +867,24 @@ class Bench:
         `seeds` are those left, should it be tried again. Raises Infrastructure."""
         seat, wanted = self._seats[0], max(SLOTS, min(len(seeds), JUDGED_SLOTS))
         lanes: list[str] = []  # as the process that sits there knows them
+        opened: Loan | None = None
 
         def right() -> list[Entry]:
             return [entry for entry in entries if tallies[entry.label].failure is None]
 
         while seeds and right():
-            count = self._lend(workload, wanted).slots
-            slots = self._rng.sample(range(count), min(count, len(seeds)))
+            loan = self._lend(workload, wanted)
+            if loan is not opened:  # the judge ended over a verdict that stands, with what it lent
+                lanes = []
+            size = min(loan.slots, len(seeds))
+            size -= len(entries) > 1 and len(seeds) - size == 1  # see `_together`
+            slots = self._rng.sample(range(loan.slots), size)
             draws = [Draw(slot=slot, seed=seed) for slot, seed in zip(slots, seeds, strict=False)]
             for entry in entries:
                 tally = tallies[entry.label]
                 while tally.failure is None and not (lanes and seat.is_taken()):
                     together = right()
-                    self._open(seat, workload, together, tallies, wanted)
+                    opened = self._open(seat, workload, together, tallies, wanted)
                     lanes = [each.label for each in together]
                 if tally.failure is None:
                     lane = lanes.index(entry.label)

@@ -33,7 +33,7 @@ def jobs(campaign: Campaign) -> list[dict[str, Any]]:
     """One comparison for each mode and constants that may have gained; the second session follows a
     win in the first. The level of each is its share of what the whole campaign may promote
     wrongly."""
-    compared = {g: d for g, d in differences(campaign).items() if d.is_promising and not d.wrong}
+    compared = {g: d for g, d in differences(campaign).items() if d.is_compared}
     budget = Budget(alpha=campaign.policy.alpha, planned=max(len(compared), 1))
     second = _second_gpus(campaign)
     found = []
@@ -48,7 +48,7 @@ def jobs(campaign: Campaign) -> list[dict[str, Any]]:
             "alpha": budget.levels[str(group)],
             "pairs": [
                 [workload.model_dump(mode="json"), new.model_dump(), old.model_dump()]
-                for workload, new, old in difference.pairs[:MOST_WORKLOADS]
+                for workload, new, old in _spread(difference.pairs)
             ],
         }
         found.append(first)
@@ -80,7 +80,7 @@ def _group(payload: dict[str, Any]) -> plan.Group:
 class Difference:
     """Of a mode and constants: workload, the fitted choice, the champion's where they differ; the
     mean of the log ratios that the sweep shows of those measured under both; and what of the
-    champion's was wrong when it was verified."""
+    champion's was wrong since."""
 
     pairs: list[tuple[Workload, Candidate, Candidate]]
     gain: float
@@ -88,13 +88,18 @@ class Difference:
     wrong: list[Candidate]
 
     @property
-    def is_promising(self) -> bool:
-        return self.gain >= self.min_gain
+    def is_compared(self) -> bool:
+        return self.gain >= self.min_gain and not self.wrong
+
+    @property
+    def stays(self) -> bool:
+        """The champion, without a comparison."""
+        return self.gain < self.min_gain and not self.wrong
 
 
 def differences(campaign: Campaign) -> dict[plan.Group, Difference]:
     """In the order of the campaign's workloads, and then of the probes beside boundaries."""
-    if not campaign.spec.champion:
+    if campaign.champion is None:
         return {}
     operator = campaign.operator
     table = fit.fitted(campaign, fit.FINAL)
@@ -110,15 +115,29 @@ def differences(campaign: Campaign) -> dict[plan.Group, Difference]:
         if new != old:
             found[plan.group_of(operator, key)].append((workload, new, old))
     out = evidence.rejected(campaign)
-    return {
-        group: Difference(
-            pairs,
-            _gain(pairs, times),
-            campaign.policy.min_gain,
-            [old for _, _, old in pairs if old.id in out],
-        )
-        for group, pairs in found.items()
-    }
+    differences = {}
+    for group, pairs in found.items():
+        champions = [
+            make_candidate(operator.name, r.route, r.config) for r in campaign.reigning(group)
+        ]
+        if champions:  # else a fallback serves, or nothing: nobody to be beaten
+            differences[group] = Difference(
+                pairs,
+                _gain(pairs, times),
+                campaign.policy.min_gain,
+                [old for old in champions if old.id in out],
+            )
+    return differences
+
+
+def _spread(
+    pairs: Sequence[tuple[Workload, Candidate, Candidate]],
+) -> list[tuple[Workload, Candidate, Candidate]]:
+    """At most MOST_WORKLOADS of them, evenly over all, so that probes are among them."""
+    if len(pairs) <= MOST_WORKLOADS:
+        return list(pairs)
+    step = (len(pairs) - 1) / (MOST_WORKLOADS - 1)
+    return [pairs[round(i * step)] for i in range(MOST_WORKLOADS)]
 
 
 def _gain(
@@ -157,7 +176,7 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
                 verdict = test.verdict().model_copy(
                     update={"decision": "reject", "reason": str(error), "more": 0}
                 )
-                return {"verdict": verdict.model_dump(mode="json")}
+                return {"verdict": verdict.model_dump(mode="json"), "wrong": error.candidate}
             if any(block.discarded for block in blocks):
                 is_refused = True
                 break
@@ -176,10 +195,13 @@ def finish(campaign: Campaign) -> dict[str, Any]:
     sessions: dict[plan.Group, list[Done]] = defaultdict(list)
     for done in campaign.done("confirm"):
         sessions[_group(done.payload)].append(done)
+    wrong = [done.result["wrong"] for done in campaign.done("confirm") if "wrong" in done.result]
     kept, comparisons = [], []
     for group, difference in sorted(differences(campaign).items()):
         (mode, constants), each = group, sessions[group]
         decision, reason = _together(each) if each else _uncompared(difference)
+        if wrong:
+            decision, reason = "reject", f"{wrong[0]} was wrong in a session: nothing changes"
         where = ", then ".join(done.gpu for done in each) or "nothing"
         campaign.say(f"{mode}{dict(constants) or ''}: {decision}, on {where}: {reason}")
         comparisons.append(
@@ -193,6 +215,12 @@ def finish(campaign: Campaign) -> dict[str, Any]:
         )
         if decision != "promote":
             kept.append([mode, [list(pair) for pair in constants]])
+    if wrong:  # also where it serves and nothing was compared
+        groups = {
+            plan.group_of(campaign.operator, plan.key_of(campaign.operator, w, campaign.info))
+            for w in campaign.spec.workloads
+        }
+        kept = [[mode, [list(pair) for pair in pairs]] for mode, pairs in sorted(groups)]
     gpus = sorted({done.gpu for each in sessions.values() for done in each})
     return {"kept": kept, "gpus": gpus, "comparisons": comparisons}
 
@@ -200,7 +228,7 @@ def finish(campaign: Campaign) -> dict[str, Any]:
 def _uncompared(difference: Difference) -> tuple[Decision, str]:
     if difference.wrong:
         return "promote", f"what serves today is wrong: {difference.wrong[0]}"
-    if difference.is_promising:
+    if difference.is_compared:
         return "inconclusive", "no session came to its end"
     return "keep", f"the sweep shows a gain of {math.expm1(difference.gain):.2%}: not compared"
 

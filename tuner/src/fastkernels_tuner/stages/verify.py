@@ -49,7 +49,7 @@ def served(campaign: Campaign) -> list[dict[str, Any]]:
     found: dict[str, tuple[Candidate, list[Workload]]] = {}
     table = fit.fitted(campaign, fit.FINAL)
     operator = campaign.operator
-    stays = {g for g, d in confirm.differences(campaign).items() if not d.is_promising}
+    stays = {g for g, d in confirm.differences(campaign).items() if d.stays}
     for workload in campaign.spec.workloads:
         key = plan.key_of(operator, workload, campaign.info)
         hit = table.lookup(dict(key.axes), key.mode)
