@@ -30,8 +30,7 @@ from fastkernels_tuner.agent.backends import (
     Turn,
     cost_of,
 )
-from fastkernels_tuner.controller import OutOfBudget
-from fastkernels_tuner.errors import SourceError
+from fastkernels_tuner.errors import OutOfBudget, SourceError
 
 
 class Bare:

@@ -16,7 +16,8 @@ from fastkernels_tuner.agent.backends import GivenUp, Scripted, Task, Turn
 from fastkernels_tuner.agent.memory import Memory
 from fastkernels_tuner.agent.workspace import PLAN
 from fastkernels_tuner.campaign import Campaign
-from fastkernels_tuner.controller import OutOfBudget, StageFailed
+from fastkernels_tuner.controller import StageFailed
+from fastkernels_tuner.errors import OutOfBudget
 from fastkernels_tuner.store import DiskFull, LeaseTaken, Store
 from tuner.tests.agents import (
     FILES,

@@ -22,14 +22,14 @@ from fastkernels.errors import ArgumentError
 from fastkernels_tuner import controller, emit, evidence, gates, plan, policy, promote, sweep
 from fastkernels_tuner.campaign import Campaign
 from fastkernels_tuner.cli import campaigns, main
-from fastkernels_tuner.controller import Controller, OutOfBudget, Worker
-from fastkernels_tuner.errors import EvidenceError
+from fastkernels_tuner.controller import Controller, Worker
+from fastkernels_tuner.errors import EvidenceError, OutOfBudget
 from fastkernels_tuner.measure import Rejected
 from fastkernels_tuner.model import Candidate, Cause, Evaluation, Failure, Policy, Workload
 from fastkernels_tuner.promote import NotPromoted, Unproven
 from fastkernels_tuner.search import SETTLED, Outage, TrialResult
 from fastkernels_tuner.space import candidate as make_candidate
-from fastkernels_tuner.stages import STAGES, name_of
+from fastkernels_tuner.stages import STAGES, name_of, verify
 from fastkernels_tuner.stages import report as report_stage
 from fastkernels_tuner.store import LeaseTaken, Store
 from fastkernels_tuner.terminal import Terminal
@@ -97,7 +97,7 @@ def go_on(
     last: str = "report",
 ) -> Campaign:
     """As another process would: nothing in memory is left from before. `second`: of another GPU."""
-    fresh = Campaign(campaign.store, campaign.id, campaign.folder)
+    fresh = Campaign(campaign.store, campaign.id, campaign.folder, until=until)
     worker = Worker(campaign.store, "cpu", "CPU", bench, campaign.folder.parent)
     other = None
     if second is not None:
@@ -106,7 +106,7 @@ def go_on(
             campaign.store, "cpu", second.environment.uuid, second, campaign.folder.parent
         )
     with campaign.store.hold(campaign.id, "test", 60) as lease:
-        Controller(fresh, worker, lease, until, other).run(last)
+        Controller(fresh, worker, lease, other).run(last)
     return fresh
 
 
@@ -126,6 +126,8 @@ def test_a_campaign_finds_the_fastest_config(store: Store, tmp_path: Path) -> No
     assert served(campaign) == {mode: {64} for mode in campaign.operator.spec.modes}
     assert all(campaign.conclusion(name_of(stage)) for stage in STAGES)
     assert "64" in (campaign.folder / "report.md").read_text()
+    (study, *_) = report_stage.build(campaign).studies
+    assert (study.sampler, study.space) == ("TPE", sum(study.trials.values()))  # more than 8
     assert (campaign.folder / "report.html").read_text().lstrip().startswith("<!")
     store.check(campaign.id)
 
@@ -227,6 +229,31 @@ def test_time_that_is_up_is_no_failure(store: Store, tmp_path: Path) -> None:
     assert raised.value.exit_code == 4
     go_on(campaign, FakeBench(prefers(64)))
     assert campaign.conclusion("report")
+
+
+def test_time_that_is_up_within_a_verification_loses_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of a campaign ends between two batches; what these found is not judged again."""
+    campaign = begin(store, tmp_path)
+    go_on(campaign, FakeBench(prefers(64)), last="fit")
+    first, second = FakeBench(prefers(64)), FakeBench(prefers(64))
+    with monkeypatch.context() as patch:
+        patch.setattr(Campaign, "is_out_of_time", property(lambda self: first.calls >= 20))
+        with pytest.raises(OutOfBudget, match="resume it later"):
+            go_on(campaign, first)
+    kept = sum(e.payload["trials"]["trials"] for e in store.events(campaign.id, verify.TRIALS))
+    assert kept > 0
+    assert store.lost_s(campaign.id)["verify"] > 0
+    ended = go_on(campaign, second, last="verify")
+    (done,) = ended.done("verify")
+    found = [trials for verdict in done.result["verdicts"] for trials in verdict["trials"]]
+    alone = go_on(begin(store, tmp_path / "other"), FakeBench(prefers(64)), last="verify")
+    (at_once,) = alone.done("verify")
+    assert found == [
+        trials for verdict in at_once.result["verdicts"] for trials in verdict["trials"]
+    ]
+    assert ended.device_s()["verify"] > done.result["device_s"]
 
 
 @pytest.mark.parametrize("lost_at", [1, 4])

@@ -481,6 +481,18 @@ def test_several_calls_are_checked_together(bare: Judge) -> None:
     assert alone.failure.seed == 8
 
 
+def test_slots_in_between_are_nobodys_fault(bare: Judge) -> None:
+    """Only those that were called on are looked at, whatever lies in the others."""
+    loan = bare.lend(decode(), 4)
+    bare.fill([Draw(slot=slot, seed=5) for slot in range(4)])
+    calls = [Call(slot=slot, returned=call(bare, loan, slot)) for slot in (3, 1)]
+    bare.slot(2)[:] ^= 0xFF
+    bare.slot(0)[:] ^= 0xFF
+    assert [found.failure for found in bare.check(calls, True, 1.0)] == [None, None]
+    bare.slot(1)[3] ^= 0xFF
+    assert [cause(found) for found in bare.check(calls, True, 1.0)] == [None, Cause.OUT_OF_BOUNDS]
+
+
 @pytest.mark.parametrize("kind", ["guard", "input", "output"])
 def test_what_a_call_writes_into_another_slot_shows_there(bare: Judge, kind: str) -> None:
     loan = bare.lend(decode(), 2)
@@ -944,3 +956,22 @@ def test_a_draw_that_lies_there_is_not_made_again(bare: Judge) -> None:
     bare.fill([Draw(slot=0, seed=6)])
     assert check(bare, 0, True, 1.0, call(bare, loan)).failure is None
     assert counts == {"draw": 3, "expect": 3}
+
+
+def test_a_draw_that_lies_there_is_laid_as_before(bare: Judge) -> None:
+    """Guard bytes and poison, too, whatever a call or a diagnosis did to them."""
+    loan = bare.lend(decode(), 2)
+    fill(bare, 1, 5)
+    first, other = bare.slot(1).clone(), bare.slot(0).clone()
+    bare.slot(1)[:] ^= 0xFF
+    fill(bare, 1, 5)
+    assert torch.equal(bare.slot(1), first)
+    fill(bare, 1, 5, is_flipped=True)
+    lent = next(each for each in loan.tensors if each.is_output)
+    assert not torch.equal(buffers.view(first, lent), buffers.view(bare.slot(1), lent))
+    assert check(bare, 1, True, 1.0, call(bare, loan, 1)).failure is None
+    fill(bare, 1, 5)
+    assert torch.equal(bare.slot(1), first)
+    assert torch.equal(bare.slot(0), other)
+    fill(bare, 1, 6)
+    assert not torch.equal(bare.slot(1), first)

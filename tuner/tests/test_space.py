@@ -16,12 +16,13 @@ from fastkernels.core.problem import ProblemKey
 from fastkernels.core.route import ANY_DEVICE, Decline, Route
 from fastkernels.ops.gdn_decode.kernels import KERNELS
 from fastkernels.testing import contracts
-from fastkernels_tuner.model import Workload
+from fastkernels_tuner.model import Candidate, Workload, canonical
 from fastkernels_tuner.space import (
     Space,
     SpaceError,
     candidate,
     configs,
+    ordered,
     problem_keys,
     source_digest,
     space_of,
@@ -221,6 +222,17 @@ def test_a_candidate_is_its_route_config_and_source(monkeypatch: pytest.MonkeyPa
         candidate("gdn_decode", "toy_tiles", {})
     with pytest.raises(SpaceError, match="expected one of toy_tiles, torch_recurrent"):
         candidate("gdn_decode", "gone", config)
+
+
+def test_a_candidate_from_a_ledger_has_the_name_that_tables_give_it() -> None:
+    """JSON of a ledger has sorted keys; a report looks candidates up by name."""
+    route = catalog.operator("gdn_decode").route("warp_rows")
+    assert route is not None
+    made = candidate("gdn_decode", route, dataclasses.asdict(route.default_config))
+    stored = Candidate.model_validate_json(canonical(made.model_dump(mode="json")))
+    assert stored == made
+    assert str(stored) != str(made)
+    assert str(ordered(stored)) == str(made)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

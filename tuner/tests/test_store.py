@@ -840,6 +840,23 @@ def test_a_wrong_number_is_final_and_a_lost_gpu_is_tried_again(store: Store) -> 
     store.check(campaign)
 
 
+def test_attempts_that_gave_nothing_have_cost_their_time(store: Store, clock: Clock) -> None:
+    """One that was cut off until then, one that vanished until its lease ran out, however much
+    later somebody looks."""
+    campaign, _ = enqueue(store, 2)
+    given_back, done = claim(store), claim(store)
+    clock.forward(7)
+    store.finish(done, {})
+    store.fail(given_back, GPU_LOST, max_attempts=3)
+    vanished = claim(store, ttl_s=60)
+    clock.forward(20)
+    store.heartbeat(vanished, ttl_s=60)
+    clock.forward(3600)
+    assert store.recover(3) == [vanished.id]
+    store.fail(claim(store), NUMERIC)
+    assert store.lost_s(campaign) == {"evaluate": 7 + 80}
+
+
 def test_stale_jobs_are_tried_again_as_often_as_allowed(store: Store, clock: Clock) -> None:
     campaign, (number,) = enqueue(store, 1)
     dead = []

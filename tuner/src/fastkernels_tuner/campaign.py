@@ -6,6 +6,7 @@ interruption, in another process or on another machine, as if nothing had happen
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from fastkernels.core.table import Regime as TableRegime
 from fastkernels.core.table import Table
 from fastkernels.errors import ArgumentError
 from fastkernels_tuner import plan
-from fastkernels_tuner.errors import EvidenceError
+from fastkernels_tuner.errors import EvidenceError, OutOfBudget
 from fastkernels_tuner.model import (
     Block,
     CampaignSpec,
@@ -87,7 +88,7 @@ class Done(NamedTuple):
 @dataclass
 class Campaign:
     """`say` takes lines for the person at the terminal; `at_hand` are the UUIDs of the GPUs that
-    this process can measure on."""
+    this process can measure on; `until`: when the time of this process is up."""
 
     store: Store
     id: str
@@ -95,6 +96,7 @@ class Campaign:
     say: Callable[[str], None] = lambda line: None
     peers: Mapping[str, str] = field(default_factory=dict)  # name to module:function
     at_hand: tuple[str, ...] = ()
+    until: float | None = None  # time.monotonic()
 
     @cached_property
     def spec(self) -> CampaignSpec:
@@ -164,9 +166,19 @@ class Campaign:
         done = (row.result or {} for row in self.store.jobs(self.id, "done"))
         return list(dict.fromkeys([*self.at_hand, *(result["gpu"] for result in done)]))
 
+    @property
+    def is_out_of_time(self) -> bool:
+        return self.until is not None and time.monotonic() > self.until
+
+    def require_time(self) -> None:
+        """Raises OutOfBudget where the time of this process is up."""
+        if self.is_out_of_time:
+            raise OutOfBudget(f"{self.id}: the time is used up; resume it later")
+
     def device_s(self) -> dict[str, float]:
-        """Seconds on a device by kind of job, of those that are done."""
-        spent: Counter[str] = Counter()
+        """Seconds on a device by kind of job: of those that are done, and of attempts that were cut
+        off or lost."""
+        spent = Counter(self.store.lost_s(self.id))
         for row in self.store.jobs(self.id, "done"):
             spent[row.kind] += (row.result or {}).get("device_s", 0.0)
         return {kind: round(seconds, 1) for kind, seconds in spent.items()}

@@ -30,12 +30,6 @@ PATIENCE_S = 5.0
 """An idle worker on the GPU that a job names has taken it by then: workers look every second."""
 
 
-class OutOfBudget(TunerError):
-    """The time that was allowed is used up; the campaign can go on later."""
-
-    exit_code = 4
-
-
 class StageFailed(TunerError):
     """A stage lost every piece of its work to the infrastructure."""
 
@@ -93,15 +87,20 @@ class Worker:
     peers: Mapping[str, str] = field(default_factory=dict)
     name: str = field(default_factory=identity)
 
-    def once(self, in_place_of: str = "") -> bool:
+    def once(self, in_place_of: str = "", until: float | None = None) -> bool:
         """One job; False where there is none for this device. `in_place_of`: the UUID of a GPU that
-        nobody serves, whose jobs are taken, too."""
+        nobody serves, whose jobs are taken, too. `until`: as of a campaign."""
         gpu = self.bench.environment.uuid
         job = self.store.claim(self.name, device=self.queue, gpu=in_place_of or gpu, ttl_s=TTL_S)
         if job is None:
             return False
         campaign = Campaign(
-            self.store, job.campaign, self.folder / job.campaign, self.say, self.peers
+            self.store,
+            job.campaign,
+            self.folder / job.campaign,
+            self.say,
+            self.peers,
+            until=until,
         )
         with beating(lambda: self.store.heartbeat(job, TTL_S), TTL_S) as lost:
             try:
@@ -168,13 +167,12 @@ def beating(beat: Callable[[], None], ttl_s: float) -> Iterator[threading.Event]
 
 @dataclass
 class Controller:
-    """Takes a campaign from wherever it stands to its end. `until`: when the time is up; `second`
-    is on another GPU, for jobs that name it and that no other process takes."""
+    """Takes a campaign from wherever it stands to its end. `second` is on another GPU, for jobs
+    that name it and that no other process takes."""
 
     campaign: Campaign
     worker: Worker
     lease: Lease
-    until: float | None = None  # time.monotonic()
     second: Worker | None = None
 
     def run(self, last: str = name_of(STAGES[-1])) -> None:
@@ -233,10 +231,9 @@ class Controller:
     def _work(self) -> None:
         campaign, idle_since = self.campaign, time.monotonic()
         while True:
-            if self.until is not None and time.monotonic() > self.until:
-                raise OutOfBudget(f"{campaign.id}: the time is used up; resume it later")
+            campaign.require_time()
             campaign.store.recover(1 + campaign.policy.max_retries, campaign.id)
-            if self.worker.once():
+            if self.worker.once(until=campaign.until):
                 idle_since = time.monotonic()
                 continue
             rows = campaign.store.jobs(campaign.id)  # at one moment: others take and settle jobs
@@ -252,6 +249,6 @@ class Controller:
     def _stand_in(self, gpu: str) -> bool:
         """A job for a GPU that nobody serves: on that GPU if it is ours, else on the first one."""
         if self.second is not None and self.second.queue == gpu:
-            return self.second.once()
+            return self.second.once(until=self.campaign.until)
         self.campaign.say(f"nobody serves {gpu}: what was left to it is done here")
-        return self.worker.once(in_place_of=gpu)
+        return self.worker.once(gpu, self.campaign.until)

@@ -17,6 +17,12 @@ class EvidenceError(TunerError):
     exit_code = 5
 
 
+class OutOfBudget(TunerError):
+    """What was allowed is used up, time or money; the campaign can go on later."""
+
+    exit_code = 4
+
+
 class UnfitError(TunerError):
     """The machine does not let us write."""
 

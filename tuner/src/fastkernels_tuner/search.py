@@ -240,6 +240,16 @@ class Search:
         """The fastest complete trial."""
         return next((r for r in self.results() if r.state == "complete"), None)
 
+    @property
+    def sampler(self) -> str:
+        """How the last run chose: every legal config, or some by TPE."""
+        return "grid" if self._is_exhaustive else "TPE"
+
+    @property
+    def num_legal(self) -> int:
+        """Configs that the last run could choose among."""
+        return len(self._legal)
+
     def importances(self) -> dict[str, float]:
         """The share of each searched knob in what makes a config one of the fastest quarter, by
         PED-ANOVA; the largest first, 1 in total. Empty where too few trials tell."""

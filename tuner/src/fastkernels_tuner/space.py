@@ -172,6 +172,13 @@ def candidate(op: str, route: str | Route, config: Mapping[str, Any]) -> Candida
     return Candidate(op=op, route=found.name, config=knobs(made), source=source_digest(op, found))
 
 
+def ordered(candidate: Candidate) -> Candidate:
+    """With its knobs in the order of the route's config, as tables have them: in a ledger they are
+    sorted by name."""
+    route = find_route(candidate.op, candidate.route)
+    return candidate.model_copy(update={"config": knobs(route.make_config(candidate.config))})
+
+
 def source_digest(op: str, route: str | Route) -> str:
     """Identity of what a route is made from, by content.
 

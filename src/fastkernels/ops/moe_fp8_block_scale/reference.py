@@ -322,8 +322,9 @@ def _worst_row(
     for start in range(0, want.shape[0], ROWS):
         some = slice(start, start + ROWS)
         error = relative_rows(tolerance, got[some], want[some], kappa[some], row_dims=1)
-        if not error.value <= worst.value or not worst.at:
-            worst = replace(error, at=(error.at[0] + start, *error.at[1:]))
+        if not error.value <= worst.value:
+            at = (error.at[0] + start, *error.at[1:]) if error.at else ()
+            worst = replace(error, at=at)
     return worst
 
 

@@ -19,8 +19,7 @@ import httpx
 from pydantic import ValidationError
 
 from fastkernels_tuner.agent import files, process
-from fastkernels_tuner.controller import OutOfBudget
-from fastkernels_tuner.errors import SourceError, TunerError
+from fastkernels_tuner.errors import OutOfBudget, SourceError, TunerError
 from fastkernels_tuner.model import Model
 
 TASK = "TASK.md"

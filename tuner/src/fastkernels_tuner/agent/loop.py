@@ -34,7 +34,8 @@ from fastkernels_tuner.agent.policy import Constitution
 from fastkernels_tuner.agent.proposal import Plan
 from fastkernels_tuner.agent.workspace import PLAN, Permit, Workspace
 from fastkernels_tuner.campaign import Campaign
-from fastkernels_tuner.controller import OutOfBudget, StageFailed
+from fastkernels_tuner.controller import StageFailed
+from fastkernels_tuner.errors import OutOfBudget
 from fastkernels_tuner.model import (
     Cause,
 )

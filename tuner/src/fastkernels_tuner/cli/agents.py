@@ -46,8 +46,8 @@ from fastkernels_tuner.cli.common import (
     require_same,
     storage_option,
 )
-from fastkernels_tuner.controller import OutOfBudget, beating
-from fastkernels_tuner.errors import SourceError
+from fastkernels_tuner.controller import beating
+from fastkernels_tuner.errors import OutOfBudget, SourceError
 from fastkernels_tuner.store import Store
 from fastkernels_tuner.terminal import Terminal
 

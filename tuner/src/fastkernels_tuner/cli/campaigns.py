@@ -159,10 +159,10 @@ def drive_to(
 ) -> Campaign:
     """A campaign to the end of the stage `last`; `second` is another GPU at hand."""
     here = bench.environment.uuid
-    campaign = Campaign(store, number, folder / number, terminal.say, peers, (here,))
+    until = None if wall is None else time.monotonic() + wall
+    campaign = Campaign(store, number, folder / number, terminal.say, peers, (here,), until)
     spec = campaign.spec
     worker = Worker(store, spec.device, _queue(spec), bench, folder, terminal.say, peers)
-    until = None if wall is None else time.monotonic() + wall
     with ExitStack() as stack:
         other = None
         if second is not None:
@@ -173,7 +173,7 @@ def drive_to(
             other = Worker(store, second, uuid, other_bench, folder, terminal.say, peers)
         lease = stack.enter_context(hold(store, number, terminal))
         promote.repair(campaign, lease)
-        Controller(campaign, worker, lease, until, other).run(last)
+        Controller(campaign, worker, lease, other).run(last)
     return campaign
 
 

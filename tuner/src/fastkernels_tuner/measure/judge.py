@@ -66,8 +66,9 @@ from fastkernels_tuner.model import Cause, Failure, Workload
 ENDLESS = 1e30
 # Of the free memory what the slots of one loan may take together with what judging them needs.
 _SHARE = 0.5
-# Copies of a set beside the lent one: as drawn, as before the call, and float64 results.
-_COPIES = 5
+# Copies of a set beside the lent one: as drawn, as before the call, and float64 results of a pool,
+# with it as it was.
+_COPIES = 6
 _LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
 # Draws side by side, at most: each of them holds its inputs on the host.
 _DRAWERS = 8
@@ -141,8 +142,9 @@ class OnLoan:
     loan: Loan
     writable: frozenset[str]
     draw_s: float
+    before: torch.Tensor  # [slots, bytes]: what lay in them before their calls
     drawn: dict[int, Drawn] = field(default_factory=dict)
-    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    laid: dict[int, Draw] = field(default_factory=dict)  # what `before` is of
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Suspect:
 
 
 class Kept(NamedTuple):
-    """Bytes of a slot from `start` on, as they are and as they have to be."""
+    """Bytes of some slots, a row each, from `start` on: as they are and as they have to be."""
 
     start: int
     found: torch.Tensor
@@ -223,7 +225,8 @@ class Judge:
             scalars={n: x for n, x in given.items() if not isinstance(x, torch.Tensor)},
         )
         writable = frozenset({*results, *(each.name for each in layout if each.is_output)})
-        self._current = OnLoan(workload, case, draw, expect, loan, writable, draw_s)
+        before = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=self.device)
+        self._current = OnLoan(workload, case, draw, expect, loan, writable, draw_s, before)
         return loan
 
     def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
@@ -278,9 +281,14 @@ class Judge:
 
     def slot(self, which: int) -> torch.Tensor:
         """Its bytes."""
+        return self._slots[which]
+
+    @property
+    def _slots(self) -> torch.Tensor:
+        """[slots, bytes]."""
         assert self._slab is not None
-        size = self._now.loan.slot_bytes
-        return self._slab.bytes[which * size : (which + 1) * size]
+        shape = (self._now.loan.slots, self._now.loan.slot_bytes)
+        return self._slab.bytes[: math.prod(shape)].view(shape)
 
     @property
     def _now(self) -> OnLoan:
@@ -304,10 +312,16 @@ class Judge:
                 now.drawn[draw.slot] = Drawn(draw.seed, inputs)
             self.synchronize()
             took = time.perf_counter() - start if len(fresh) == 1 else 0.0
-        now.before.clear()
         for draw in draws:
+            slot, before = self.slot(draw.slot), now.before[draw.slot]
+            if now.laid.get(draw.slot) == draw and not is_flipped:
+                slot.copy_(before)  # the next candidate's: one copy instead of some sixty launches
+                continue
+            now.laid.pop(draw.slot, None)
             self._lay(draw, is_flipped)
-            now.before[draw.slot] = self.slot(draw.slot).clone()
+            before.copy_(slot)
+            if not is_flipped:
+                now.laid[draw.slot] = draw
         self.synchronize()
         return took
 
@@ -426,30 +440,32 @@ class Judge:
         return total.hexdigest()
 
     def _changed(self, slots: Sequence[int]) -> list[bool]:
-        """Per slot whether a byte changed that its call may not write. Asks the device once: every
-        answer of its own is a synchronisation."""
-        kept = [(which, kept) for which in slots for kept in self._kept(which)]
-        answers = torch.stack([_differ(each.found, each.wanted) for _, each in kept]).tolist()
-        changed = {which for (which, _), answer in zip(kept, answers, strict=True) if answer}
-        return [which in changed for which in slots]
+        """Per slot whether a byte changed that its call may not write. Asks the device once, and
+        about all of them together: every answer of its own is a synchronisation."""
+        if not slots:
+            return []
+        first, last = min(slots), max(slots)
+        kept = self._kept(slice(first, last + 1))
+        answers = torch.stack([_differ(each.found, each.wanted) for each in kept]).any(0).tolist()
+        return [bool(answers[which - first]) for which in slots]
 
-    def _kept(self, which: int) -> Iterator[Kept]:
-        """What a call may not write, by address: all between the tensors that it may write, and
+    def _kept(self, which: slice) -> Iterator[Kept]:
+        """What calls may not write, by address: all between the tensors that they may write, and
         between elements of these."""
-        now, slot, before = self._now, self.slot(which), self._now.before[which]
+        now, slots, before = self._now, self._slots[which], self._now.before[which]
         end = 0
         for lent in now.loan.tensors:
             if lent.name not in now.writable:
                 continue
-            yield Kept(end, slot[end : lent.offset], before[end : lent.offset])
+            yield Kept(end, slots[:, end : lent.offset], before[:, end : lent.offset])
             end = lent.offset + lent.nbytes
             if not buffers.is_dense(lent):
-                apart = slot[lent.offset : end].clone()
-                buffers.view(apart, lent.model_copy(update={"offset": 0})).copy_(
-                    buffers.view(before, lent)
-                )
-                yield Kept(lent.offset, apart, before[lent.offset : end])
-        yield Kept(end, slot[end:], before[end:])
+                apart, wanted = slots[:, lent.offset : end].clone(), before[:, lent.offset : end]
+                moved = lent.model_copy(update={"offset": 0})
+                for one, like in zip(apart, wanted, strict=True):
+                    buffers.view(one, moved).copy_(buffers.view(like, moved))
+                yield Kept(lent.offset, apart, wanted)
+        yield Kept(end, slots[:, end:], before[:, end:])
 
     def _trespass(self, which: int) -> Failure:
         """The first byte that changed and that the call may not write; also where work that goes on
@@ -457,8 +473,8 @@ class Judge:
         now = self._now
         places = (
             kept.start + int(place)
-            for kept in self._kept(which)
-            for place in (kept.found != kept.wanted).nonzero()[:1]
+            for kept in self._kept(slice(which, which + 1))
+            for place in (kept.found != kept.wanted)[0].nonzero()[:1]
         )
         place = next(places, None)
         if place is None:
@@ -561,11 +577,12 @@ class Judge:
 
 
 def _differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether any byte differs, as a tensor; by eight bytes at once where these are whole."""
-    places = (found.storage_offset(), wanted.storage_offset(), found.numel())
-    if all(int(place) % 8 == 0 for place in places):
+    """Per row whether any byte differs; by eight bytes at once where these are whole."""
+    places = (*found.stride()[:-1], *wanted.stride()[:-1], found.shape[1])
+    places += (int(found.storage_offset()), int(wanted.storage_offset()))
+    if all(place % 8 == 0 for place in places):
         found, wanted = found.view(torch.int64), wanted.view(torch.int64)
-    return (found != wanted).any()
+    return (found != wanted).any(1)
 
 
 def _refuse_nan(workload: Workload, drawn: Drawn) -> None:

@@ -30,6 +30,7 @@ from fastkernels_tuner.report import (
 from fastkernels_tuner.report.data import Outcome
 from fastkernels_tuner.search import TrialResult
 from fastkernels_tuner.space import candidate as make_candidate
+from fastkernels_tuner.space import ordered
 from fastkernels_tuner.stages import confirm, search, verify
 from fastkernels_tuner.stats import aggregate
 
@@ -113,7 +114,9 @@ def _outcome(campaign: Campaign) -> Outcome:
 
 
 def _ids(campaign: Campaign) -> dict[str, str]:
-    return {str(candidate): candidate.id for _, candidate, _ in evidence.evaluations(campaign)}
+    return {
+        str(ordered(candidate)): candidate.id for _, candidate, _ in evidence.evaluations(campaign)
+    }
 
 
 def _warnings(campaign: Campaign) -> tuple[str, ...]:
@@ -151,13 +154,13 @@ def _curves(campaign: Campaign) -> tuple[Curves, ...]:
 
     for workload, candidate, evaluation in evidence.evaluations(campaign):
         spread = _us(evaluation)
-        add(workload, "candidate", str(candidate), spread)
+        add(workload, "candidate", str(ordered(candidate)), spread)
         if campaign.spec.champion and candidate == campaign.served(workload):
             add(workload, "champion", "serves today", spread)
     for stage in evidence.STAGES:
         for done in campaign.done(stage):
-            for name, data in done.result.get("peers", {}).items():
-                add(Workload(**done.payload["workload"]), "peer", name, _us(Evaluation(**data)))
+            for peer, data in done.result.get("peers", {}).items():
+                add(Workload(**done.payload["workload"]), "peer", peer, _us(Evaluation(**data)))
     return tuple(
         Curves(
             axis=axis,
@@ -281,8 +284,10 @@ def _studies(campaign: Campaign) -> tuple[Study, ...]:
             Study(
                 regime=str(campaign.regimes[done.payload["regime"]]),
                 route=done.payload["route"],
+                sampler=done.result.get("sampler", ""),
+                space=done.result.get("space"),
                 trials=dict(sorted(Counter(result.state for result in results).items())),
-                best=str(fastest[0].candidate) if fastest else "",
+                best=str(ordered(fastest[0].candidate)) if fastest else "",
                 best_us=fastest[0].us if fastest else None,
                 importances=done.result["importances"],
             )
@@ -322,9 +327,9 @@ def _problems(campaign: Campaign) -> tuple[Problem, ...]:
     for done in campaign.done("search"):
         for data in done.result["results"]:
             result = TrialResult(**data)
-            add("search", str(result.candidate), result.failure)
+            add("search", str(ordered(result.candidate)), result.failure)
     for _, candidate, evaluation in evidence.evaluations(campaign):
-        add("compare", str(candidate), evaluation.failure)
+        add("compare", str(ordered(candidate)), evaluation.failure)
     names = {identity: label for label, identity in _ids(campaign).items()}
     for identity, each in verify.verdicts(campaign).items():
         for trials in each[-1].trials:

@@ -74,6 +74,8 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
     return {
         "results": [result.model_dump(mode="json") for result in results],
         "importances": study.importances(),
+        "sampler": study.sampler,
+        "space": study.num_legal,
     }
 
 

@@ -87,9 +87,11 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
         corpus=corpus,
         device=campaign.info,
         seed=campaign.spec.seed,
-        stop=lambda: time.monotonic() > until,
+        stop=lambda: time.monotonic() > until or campaign.is_out_of_time,
         record=lambda candidate, trials: _record(campaign, candidate, trials),
     )
+    if any(verdict.outcome.kind == "need_more" for verdict in verdicts):
+        campaign.require_time()  # given back, the job goes on from the trials in the ledger
     repeats: dict[str, list[Repeat]] = {}
     for i, (each, verdict) in enumerate(zip(payload["subjects"], verdicts, strict=True)):
         if verdict.outcome.kind == "pass":

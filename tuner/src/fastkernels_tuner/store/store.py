@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -463,7 +464,8 @@ class Store:
             if row is None:
                 return None
             words = f"{row.worker} gave no sign of life until {row.expires.isoformat()}"
-            failure = Failure(cause=Cause.NODE_LOST, message=words)
+            until = {"until": row.expires.isoformat()}
+            failure = Failure(cause=Cause.NODE_LOST, message=words, detail=until)
             self._fail(connection, row, failure, max_attempts)
             return int(row.id)
 
@@ -472,6 +474,21 @@ class Store:
         while (number := self._database.write(body)) is not None:
             found.append(number)
         return found
+
+    def lost_s(self, campaign: str) -> dict[str, float]:
+        """By kind of job the seconds of attempts that gave no result. One that was never heard of
+        again counts until its lease ran out, up to a `ttl_s` more than it took."""
+        kinds = {row.key: row.kind for row in self.jobs(campaign)}
+        begun = {e.payload["token"]: e.created for e in self.events(campaign, ledger.CLAIMED)}
+        lost: dict[str, float] = defaultdict(float)
+        for kind in (ledger.RETRIED, ledger.FAILED):
+            for event in self.events(campaign, kind):
+                payload = event.payload
+                until = payload["failure"]["detail"].get("until")
+                ended = event.created if until is None else datetime.fromisoformat(until)
+                seconds = (ended - begun[payload["token"]]).total_seconds()
+                lost[kinds[payload["job"]]] += max(seconds, 0.0)
+        return dict(lost)
 
     def jobs(self, campaign: str, status: Status | None = None) -> list[JobRow]:
         """The campaign's jobs in the order of queueing."""
