@@ -18,8 +18,9 @@
 // A token that is not finite must not reach earlier ones through 0 * NaN in the products with T and
 // P: what is not finite in Y or U (as bfloat16) is taken out, and put back from that token on.
 //
-// Barriers a chunk: 5 (all 8 warps) once; 1 (state warps) twice, 2 (U is there: state warps arrive,
-// output warps wait) once.
+// Barriers a chunk: 5 (all 8 warps) once; 1 (state warps) twice; an mbarrier (U is there: every
+// state thread arrives, output warps wait) once. Not `bar.arrive`, after which compute-sanitizer's
+// racecheck loses track and reports what is in order.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,7 @@ namespace fastkernels::gdn_prefill {
 
 constexpr int kChainThreads = 256;
 constexpr int kGroupThreads = 128;  // state warps, and output warps
-constexpr uint32_t kStateBarrier = 1, kUpdateBarrier = 2, kChainBarrier = 5;
+constexpr uint32_t kStateBarrier = 1, kChainBarrier = 5;
 
 // One chunk's inputs in shared memory. T, P and gates are of a stage of their own where they are
 // brought from the workspace, one for all stages where the block makes them.
@@ -57,8 +58,9 @@ struct Chain {
   static constexpr int kVBytes = 2 * kRows + 16;
   static constexpr int kStateBytes = kTiles * 8 * kFragmentBytes;   // S, bfloat16
   static constexpr int kTokensBytes = kTiles * 4 * kFragmentBytes;  // Y or U
-  static constexpr int kSharedBytes = 2 * kStateBytes + 3 * kTokensBytes + kChunk * kVBytes +
-                                      2 * kRows * static_cast<int>(sizeof(int32_t));
+  static constexpr int kBadBytes = 2 * kRows * static_cast<int>(sizeof(int32_t));
+  static constexpr int kBarrier = 2 * kStateBytes + 3 * kTokensBytes + kChunk * kVBytes + kBadBytes;
+  static constexpr int kSharedBytes = kBarrier + 16;
 
   // Shared memory of the exchange, from `base` on.
   unsigned char* base;
@@ -73,6 +75,16 @@ struct Chain {
   // Per row of V the first token from which on it is not finite; for even and odd chunks.
   __device__ __forceinline__ int32_t* first_bad(uint32_t parity) const {
     return reinterpret_cast<int32_t*>(output() + kChunk * kVBytes) + parity * kRows;
+  }
+
+  // "U is there", of each chunk.
+  __device__ __forceinline__ uint32_t update_barrier() const {
+    return ptx::shared_address(base + kBarrier);
+  }
+
+  // By one thread; of use after a barrier of the block.
+  __device__ __forceinline__ void init() const {
+    ptx::mbarrier_init(update_barrier(), kGroupThreads);
   }
 
   static __device__ __forceinline__ uint4* fragment(unsigned char* x, uint32_t idx) {
@@ -244,7 +256,7 @@ struct Chain {
       }
       store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
     }
-    ptx::barrier_arrive(kUpdateBarrier, kChainThreads);
+    ptx::mbarrier_arrive_expect(update_barrier(), 0);
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
     const float decay_all = ptx::exp2(last);
@@ -309,7 +321,7 @@ struct Chain {
         for (int i = 0; i < 4; ++i) sum[r][h][i] *= decay[i % 2];
       }
     }
-    ptx::barrier_sync(kUpdateBarrier, kChainThreads);
+    ptx::mbarrier_wait(update_barrier(), parity);
     multiply_pairs(sum, u_output(), x.P, token);
 
     const uint32_t tile = ptx::shared_address(output());

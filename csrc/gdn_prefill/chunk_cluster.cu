@@ -23,8 +23,7 @@
 namespace fastkernels::gdn_prefill {
 namespace {
 
-constexpr int kRows = kHeadSize / FK_CLUSTER;
-using Block = Sequence<kRows, 2, Maker::kCluster, FK_ALIGNED>;
+using Block = Sequence<kHeadSize / FK_CLUSTER, 2, Maker::kCluster, FK_ALIGNED>;
 static_assert(FK_THREADS == Block::kThreads && FK_SHARED_BYTES == Block::kSharedBytes,
               "kernels/__init__.py says otherwise");
 
@@ -32,16 +31,7 @@ static_assert(FK_THREADS == Block::kThreads && FK_SHARED_BYTES == Block::kShared
 
 extern "C" __global__ void __cluster_dims__(FK_CLUSTER, 1, 1) __launch_bounds__(FK_THREADS, 1)
     gdn_prefill_chunk_cluster(const __grid_constant__ Params p) {
-  const Only only = load_only(p);
-  const Part part = find_part<Block::kSlabs>(p);
-  Block block{p,
-              ptx::dynamic_shared(),
-              part.head,
-              part.q_head,
-              part.slab * kRows,
-              load_head_value(p.A_log, part.head),
-              load_head_value(p.dt_bias, part.head)};
-  block.run(only, part.position);
+  Block::enter(p);
 }
 
 }  // namespace fastkernels::gdn_prefill

@@ -27,16 +27,7 @@ static_assert(kChainThreads == kPrepareThreads, "the same warps do both");
 
 extern "C" __global__ void __launch_bounds__(kChainThreads, 1)
     gdn_prefill_chunk_fused(const __grid_constant__ Params p) {
-  const Only only = load_only(p);
-  const Part part = find_part<Block::kSlabs>(p);
-  Block block{p,
-              ptx::dynamic_shared(),
-              part.head,
-              part.q_head,
-              part.slab * FK_ROWS_PER_BLOCK,
-              load_head_value(p.A_log, part.head),
-              load_head_value(p.dt_bias, part.head)};
-  block.run(only, part.position);
+  Block::enter(p);
 }
 
 }  // namespace fastkernels::gdn_prefill

@@ -26,7 +26,7 @@ constexpr int kPrepareBytes = kScratch + 128;
 static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
               "kernels/__init__.py says otherwise");
 
-__device__ __forceinline__ void prepare_chunk(const Params& p, const Only& only, int32_t number,
+__device__ __forceinline__ void prepare_chunk(const Params& p, const Own& only, int32_t number,
                                               uint32_t head) {
   unsigned char* shared = ptx::dynamic_shared();
   const float A_log = load_head_value(p.A_log, head), dt_bias = load_head_value(p.dt_bias, head);
@@ -61,16 +61,13 @@ static_assert(FK_THREADS == kChainThreads && FK_SHARED_BYTES == Block::kSharedBy
 
 extern "C" __global__ void __launch_bounds__(FK_THREADS, FK_PREPARE ? 3 : 1)
     gdn_prefill_chunk_split(const __grid_constant__ Params p) {
-  const Only only = load_only(p);
 #if FK_PREPARE
+  const Own only = load_only(p);
   ptx::launch_dependents();
   prepare_chunk(p, only, static_cast<int32_t>(blockIdx.x / p.num_v_heads),
                 blockIdx.x % p.num_v_heads);
 #else
-  const Part part = find_part<Block::kSlabs>(p);
-  Block block{
-      p, ptx::dynamic_shared(), part.head, part.q_head, part.slab * FK_ROWS_PER_BLOCK, 0.0f, 0.0f};
-  block.run(only, part.position);
+  Block::enter(p);
 #endif
 }
 

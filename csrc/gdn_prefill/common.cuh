@@ -56,38 +56,52 @@ struct Tokens {
   }
 };
 
-// The offsets of a sequence that is the only one, on their way since a kernel's first instructions.
-// Most likely they are 0 and `num_tokens`: what is wanted then is on its way, too, before they are
-// there, and comes again where they say otherwise, each piece by the same thread to the same place.
-// That is one access of memory less in a row.
-struct Only {
+// A sequence's own offsets. Those of a sequence that is the only one are on their way since a
+// kernel's first instructions. Most likely they are 0 and `num_tokens`: what is wanted then is on
+// its way, too, before they are there, and comes again where they say otherwise, each piece by the
+// same thread to the same place. That is one access of memory less in a row.
+struct Own {
   RawOffset start, next;
 };
 
-__device__ __forceinline__ Only load_only(const Params& p) {
+__device__ __forceinline__ Own load_own(const Params& p, int32_t seq) {
+  return {load_raw_offset(p, seq), load_raw_offset(p, int64_t{seq} + 1)};
+}
+
+__device__ __forceinline__ Own load_only(const Params& p) {
   if (p.num_seqs != 1) return {};
-  return {load_raw_offset(p, 0), load_raw_offset(p, 1)};
+  return load_own(p, 0);
 }
 
-__device__ __forceinline__ Tokens tokens_of(const Params& p, const Only& only) {
-  const int32_t start = clamp_offset(p, only.start);
-  return {start, max(clamp_offset(p, only.next) - start, 0)};
+// If no offset before is larger.
+__device__ __forceinline__ Tokens tokens_of(const Params& p, const Own& own) {
+  const int32_t start = clamp_offset(p, own.start);
+  return {start, max(clamp_offset(p, own.next) - start, 0)};
 }
 
-// The tokens of sequence `seq`, found by all threads of the block together. `scratch`: one word a
-// warp, in shared memory; free again after the next barrier.
+// The largest of the first `count` offsets, found by all threads of the block together. `scratch`:
+// one word a warp, in shared memory; free again after the next barrier.
 template <int kThreads>
-__device__ __forceinline__ Tokens find_tokens(const Params& p, int32_t seq, int32_t* scratch) {
-  int32_t start = 0;
-#pragma unroll 1
-  for (int32_t i = threadIdx.x; i <= seq; i += kThreads) start = max(start, load_offset(p, i));
-  const int32_t next = load_offset(p, int64_t{seq} + 1);
-  start = warp_max(start);
-  if (threadIdx.x % kWarpSize == 0) scratch[threadIdx.x / kWarpSize] = start;
+__device__ __forceinline__ int32_t largest_offset(const Params& p, int32_t count,
+                                                  int32_t* scratch) {
+  int32_t largest = 0;
+#pragma unroll 4  // loads of a round side by side: where there are thousands of sequences
+  for (int32_t i = threadIdx.x; i < count; i += kThreads) largest = max(largest, load_offset(p, i));
+  largest = warp_max(largest);
+  if (threadIdx.x % kWarpSize == 0) scratch[threadIdx.x / kWarpSize] = largest;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) start = max(start, scratch[w]);
-  return {start, max(next - start, 0)};
+  for (int w = 0; w < kThreads / 32; ++w) largest = max(largest, scratch[w]);
+  return largest;
+}
+
+// The tokens of sequence `seq`, found by all threads of the block together; `scratch` as above.
+template <int kThreads>
+__device__ __forceinline__ Tokens find_tokens(const Params& p, int32_t seq, const Own& own,
+                                              int32_t* scratch) {
+  const int32_t before = largest_offset<kThreads>(p, seq, scratch);
+  const int32_t start = max(before, clamp_offset(p, own.start));
+  return {start, max(clamp_offset(p, own.next) - start, 0)};
 }
 
 // The tokens of sequence `first + threadIdx.x`, none beyond the last one; by all threads of the
@@ -124,12 +138,14 @@ struct Located {
 
 // Longest first, as long as a block has a thread for each: blocks start in the order of their
 // index, and one long sequence that starts last would keep the others waiting. Beyond, as they
-// come. `scratch`: one word a warp and three more; `lengths`: one word a thread. Both free again
-// after the next barrier.
+// come. `scratch`: one word a warp and three more; `lengths`: one word a thread, 16-byte aligned.
+// Both free again after the next barrier.
 template <int kThreads>
 __device__ __forceinline__ Located locate(const Params& p, int32_t position, int32_t* scratch,
                                           int32_t* lengths) {
-  if (p.num_seqs > kThreads) return {position, find_tokens<kThreads>(p, position, scratch)};
+  if (p.num_seqs > kThreads) {
+    return {position, find_tokens<kThreads>(p, position, load_own(p, position), scratch)};
+  }
   const int32_t seq = threadIdx.x;
   int32_t before = 0;
   const Tokens tokens = find_tile<kThreads>(p, 0, &before, scratch);
@@ -138,8 +154,14 @@ __device__ __forceinline__ Located locate(const Params& p, int32_t position, int
   int32_t* found = scratch + kThreads / 32;
   if (seq < p.num_seqs) {
     int32_t rank = 0;
-    for (int32_t i = 0; i < p.num_seqs; ++i) {
-      rank += lengths[i] > tokens.length || (lengths[i] == tokens.length && i < seq);
+    // Beyond the last sequence the lengths are 0 and do not count.
+    for (int32_t first = 0; first < p.num_seqs; first += 4) {
+      const int4 words = *reinterpret_cast<const int4*>(lengths + first);
+      const int32_t others[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rank += others[i] > tokens.length || (others[i] == tokens.length && first + i < seq);
+      }
     }
     if (rank == position) {
       found[0] = seq;
@@ -168,13 +190,20 @@ __device__ __forceinline__ Chunk chunk_at(Tokens tokens, int32_t seq, int32_t nu
           static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk}))};
 }
 
-// Found by all threads of the block together. `scratch`: one word a warp and two more.
+// Found by all threads of the block together. `scratch`: one word a warp and two more. A number is
+// above that of its sequence by a token's number of chunks at most: earlier sequences are passed
+// over, but for their largest offset.
 template <int kThreads>
 __device__ __forceinline__ Chunk find_chunk(const Params& p, int32_t number, int32_t* scratch) {
-  int32_t before = 0;
   int32_t* found = scratch + kThreads / 32;
   if (threadIdx.x < 2) found[threadIdx.x] = 0;
-  for (int32_t first = 0; first < p.num_seqs; first += kThreads) {
+  const int32_t least = max(number - p.num_tokens / kChunk, 0);
+  int32_t before = 0;
+  if (least > 0) {
+    before = largest_offset<kThreads>(p, least, scratch);
+    __syncthreads();
+  }
+  for (int32_t first = least; first < p.num_seqs; first += kThreads) {
     const Tokens tokens = find_tile<kThreads>(p, first, &before, scratch);
     // Numbers rise with the sequence: the last one whose first number is not above holds it.
     const int32_t seq = first + threadIdx.x;

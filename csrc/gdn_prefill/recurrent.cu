@@ -4,8 +4,8 @@
 // `rows_per_lane` rows in registers. A tile of tokens comes into shared memory first, one warp
 // makes its gates and all of them its products k.q, and then each token costs a dot product over
 // the lanes' own columns, a round of shuffles and the update: nothing is loaded from global memory
-// on the way. A sequence that is the only one most likely starts at token 0: its first tile is on
-// its way before its offsets are there, and loaded again where they say otherwise.
+// on the way. A sequence most likely starts where its own offset says, the only one at token 0: its
+// first tile is on its way before that is known, and loaded again where it is not so.
 //
 // Shared memory: kSharedBytes. Barriers: four a tile.
 //
@@ -30,6 +30,10 @@ static_assert(kSlabs * kBlockRows == kHeadSize, "a head is a whole number of blo
 static_assert(kBlockRows % 8 == 0, "a token's values come in pieces of 8");
 constexpr int kPieces = kVectors<kLanes>;
 constexpr int kTile = 32;  // tokens
+// Several rows a lane are for more sequences than run at a time, where other blocks hide a block's
+// loads: as many as registers allow that hold the state and two tokens' keys, and 32 others.
+constexpr int kRegisters = 4 * kRows * kPieces + 2 * 4 * kPieces + 32;
+constexpr int kBlocks = kRows == 1 ? 1 : 65536 / (kThreads * kRegisters);
 
 constexpr int kK = kTile * kKeyBytes;
 constexpr int kV = kK + kTile * kKeyBytes;
@@ -145,14 +149,17 @@ struct Block {
   }
 
   // Sequences as they come: those that this route is for differ by little.
-  __device__ __forceinline__ void run(const Only& only, int32_t seq) const {
+  __device__ __forceinline__ void run(const Own& only, int32_t seq) const {
     unsigned char* shared = ptx::dynamic_shared();
     if (p.num_seqs == 0) {
       clear_output(0, p.num_tokens);
       return;
     }
+    const bool is_only = p.num_seqs == 1;
+    const Own own = is_only ? only : load_own(p, seq);
+    Tokens guess = {0, p.num_tokens};
     RawGates raw = {};
-    if (p.num_seqs == 1) raw = load_tile({0, min(p.num_tokens, kTile)}, shared);
+    if (is_only) raw = load_tile(first_tile(guess), shared);
     const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
     const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
     const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
@@ -165,16 +172,18 @@ struct Block {
         S[r][i] = FK_ALIGNED ? ptx::load(x) : make_float4(x[0], x[1], x[2], x[3]);
       });
     }
-    const Tokens tokens =
-        p.num_seqs == 1
-            ? tokens_of(p, only)
-            : find_tokens<kThreads>(p, seq, reinterpret_cast<int32_t*>(shared + kScratch));
+    Tokens tokens = tokens_of(p, own);
+    if (!is_only) {
+      guess = tokens;
+      raw = load_tile(first_tile(guess), shared);
+      tokens = find_tokens<kThreads>(p, seq, own, reinterpret_cast<int32_t*>(shared + kScratch));
+    }
     const int64_t end = int64_t{tokens.start} + tokens.length;
     // Tokens of no sequence stand before the first and after the last.
     if (seq == 0) clear_output(0, tokens.start);
     if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
     if (is_padding) clear_output(tokens.start, end);
-    bool is_there = p.num_seqs == 1 && tokens.start == 0;
+    bool is_there = tokens.start == guess.start;
     if (!is_there || is_padding) {
       ptx::copy_wait<0>();
       if (is_padding) return;
@@ -203,6 +212,10 @@ struct Block {
   }
 
  private:
+  static __device__ __forceinline__ Chunk first_tile(Tokens tokens) {
+    return {tokens.start, min(tokens.length, kTile)};
+  }
+
   __device__ __forceinline__ RawGates load_tile(Chunk tile, unsigned char* shared) const {
     RawGates raw = {};
     if (static_cast<int32_t>(threadIdx.x) < tile.length) {
@@ -266,9 +279,9 @@ struct Block {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks > 0 ? kBlocks : 1)
     gdn_prefill_recurrent(const __grid_constant__ Params p) {
-  const Only only = load_only(p);
+  const Own only = load_only(p);
   const Part part = find_part<kSlabs>(p);
   const uint32_t column = part.slab * kBlockRows;
   const Block block{p,

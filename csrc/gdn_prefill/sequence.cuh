@@ -140,8 +140,24 @@ struct Sequence {
     }
   }
 
+  // The whole kernel: this block's rows through the sequence at its position, `find_part` has both.
+  static __device__ __forceinline__ void enter(const Params& p) {
+    constexpr bool kMakesGates = kMaker != Maker::kKernel;
+    const Own only = load_only(p);
+    const Part part = find_part<kSlabs>(p);
+    Sequence block{p,
+                   ptx::dynamic_shared(),
+                   part.head,
+                   part.q_head,
+                   part.slab * kRows,
+                   kMakesGates ? load_head_value(p.A_log, part.head) : 0.0f,
+                   kMakesGates ? load_head_value(p.dt_bias, part.head) : 0.0f};
+    block.run(only, part.position);
+  }
+
+ private:
   // The sequence at `position`; position 0 where there is none.
-  __device__ __forceinline__ void run(const Only& only, int32_t position) {
+  __device__ __forceinline__ void run(const Own& only, int32_t position) {
     if (p.num_seqs > 0) {
       run_sequence(only, position);
     } else {
@@ -151,7 +167,6 @@ struct Sequence {
     if constexpr (kMaker == Maker::kKernel) ptx::wait_for_dependency();
   }
 
- private:
   // What a thread wants first of a sequence, but for what was left in the workspace, is on its way.
   __device__ __forceinline__ RawGates load_first(Tokens tokens) const {
     if (kClustered && threadIdx.x >= kChainThreads) {
@@ -196,7 +211,7 @@ struct Sequence {
     }
   }
 
-  __device__ __forceinline__ void run_sequence(const Only& only, int32_t position) {
+  __device__ __forceinline__ void run_sequence(const Own& only, int32_t position) {
     const bool is_only = p.num_seqs == 1;
     const Tokens guess = {0, is_only ? p.num_tokens : 0};
     [[maybe_unused]] RawGates raw = load_first(guess);
@@ -285,6 +300,7 @@ struct Sequence {
     if (is_state_warp) {
       chain.publish(S, 0);
       if (threadIdx.x < 2 * kRows) chain.first_bad(0)[threadIdx.x] = kChunk;
+      if (threadIdx.x == 0) chain.init();
       if constexpr (kClustered) enter_round(0, num_chunks);
     } else {
       ptx::copy_wait<kFused ? 0 : kStages - 2>();

@@ -36,6 +36,7 @@ KERNEL = {kernel.name: kernel for kernel in KERNELS}
 CONFIGS: dict[str, tuple[str, Any]] = {
     "recurrent-8-lanes": ("recurrent", Recurrent(8, 1, 4)),
     "recurrent-4-lanes": ("recurrent", Recurrent(4, 2, 2)),
+    "recurrent-4-rows": ("recurrent", Recurrent(8, 4, 4)),
     "fused-16": ("chunk_fused", ChunkFused(16)),
     "fused-64": ("chunk_fused", ChunkFused(64)),
     "split-16": ("chunk_split", ChunkSplit(16, 4)),
@@ -151,9 +152,14 @@ def test_schedules(emulate: Emulate, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
 def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
-    """Sequences are found in tiles of as many as a block has threads."""
+    """Sequences are found in tiles of as many as a block has threads; those that a chunk's number
+    may belong to, for which there must be a chunk of tokens for each thread, are more than one tile
+    here. Two offsets are wrong: 100 sequences become empty, another one starts late."""
     lengths = tuple(int(i % 50 == 7) for i in range(300)) + (130, 0, 5)
-    inputs = make_inputs(Case("many", lengths, num_q_heads=1, num_v_heads=1, seed=3))
+    case = Case("many", lengths, num_q_heads=1, num_v_heads=1, seed=3, stray=17000)
+    inputs = make_inputs(case)
+    inputs.cu_seqlens[40] = inputs.cu_seqlens[140]
+    inputs.cu_seqlens[299] += 50
     assert_judged(clone(inputs), emulate(name, inputs))
 
 

@@ -182,9 +182,13 @@ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   emulator::Settle(found);
 }
 
-inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::TransactionBarrier& found = emulator::FindBarrier(emulator::block(), barrier);
   while ((found.phase & 1) == (parity & 1)) emulator::Yield();
+}
+
+inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  mbarrier_wait(barrier, parity);
 }
 
 inline void launch_dependents() {}

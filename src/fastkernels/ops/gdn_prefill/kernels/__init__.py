@@ -154,7 +154,7 @@ def _check_rows(rows: int) -> None:
 def _shared_bytes(rows: int, stages: int, pair_stages: int) -> int:
     """`Sequence::kSharedBytes` of csrc/gdn_prefill/sequence.cuh; the compiler compares them."""
     values = CHUNK * (2 * rows + 16)  # of v or the output, with a pitch
-    exchange = 2 * 2 * rows * HEAD_SIZE + 3 * 2 * rows * CHUNK + values + 2 * 4 * rows
+    exchange = 2 * 2 * rows * HEAD_SIZE + 3 * 2 * rows * CHUNK + values + 2 * 4 * rows + 16
     stage = 2 * KEYS_BYTES + values + GATES_BYTES
     return stages * stage + pair_stages * 2 * PAIRS_BYTES + exchange + 128
 
@@ -241,7 +241,7 @@ KERNELS: tuple[Kernel, ...] = (
         tile=lambda c: (c.rows_per_block, 0),
         launch_shape=lambda c, _: (32 * c.warps, c.shared_bytes),
         candidates={
-            "lanes_per_row": (4, 8, 16), "rows_per_lane": (1, 2), "warps": (1, 2, 4, 8),
+            "lanes_per_row": (4, 8, 16), "rows_per_lane": (1, 2, 4), "warps": (1, 2, 4, 8),
         },
     ),
     Kernel(

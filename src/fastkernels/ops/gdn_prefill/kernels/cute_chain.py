@@ -342,7 +342,7 @@ def _locate(params: Params, position: Int32, shared: cute.Pointer):
     start = Int32(0)
     length = Int32(0)
     if (params.num_seqs == 1) | (params.num_seqs > THREADS):
-        for i in cutlass.range(thread, position + 1, THREADS, unroll=1):
+        for i in cutlass.range(thread, position + 1, THREADS, unroll=4):
             start = cutlass.max(start, _offset(params, i))
         start = _block_max(start, scratch)
         length = cutlass.max(_offset(params, position + 1) - start, 0)
@@ -756,11 +756,23 @@ def _wait_copies(barrier: cute.Pointer, parity: Int32, variant: Variant):
         cute.arch.fence_view_async_shared()
 
 
+def _arrivals(warps: int, variant: Variant) -> int:
+    """What a barrier counts at which so many warps arrive.
+
+    One lane for its warp: arrivals of every thread would be 768 a chunk. Where rows are not
+    aligned, which is slow anyway, all lanes nevertheless: compute-sanitizer's racecheck follows no
+    other mbarrier, and both variants hand over the same."""
+    return warps if variant.is_aligned else 32 * warps
+
+
 @cute.jit
-def _arrive(barrier: cute.Pointer):
+def _arrive(barrier: cute.Pointer, variant: Variant):
     """Of the whole warp, after all that its lanes did before."""
     cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
+    if cutlass.const_expr(_arrivals(1, variant) == 1):
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+    else:
         cute.arch.mbarrier_arrive(barrier)
 
 
@@ -870,9 +882,9 @@ def _advance_state(
         _give(left_S, own + AT_S)
         _load_columns(factors, own + AT_FACTORS)
         _pin(factors)
-        _arrive(handed + S_IS_THERE)
+        _arrive(handed + S_IS_THERE, variant)
         if idx > 0:
-            _arrive(barriers + (variant.stages + before))
+            _arrive(barriers + (variant.stages + before), variant)
             # In the branch: else the compiler would move the arithmetic behind the wait for X.
             _load_values(shared, at, values)
         _wait(variant, 0, X)
@@ -904,7 +916,7 @@ def _advance_state(
         _give(X, own + AT_U)
         at_bad = AT_ROWS_BAD + 8 * cute.arch.lane_idx()
         _store(_int_at(own, at_bad), [first_bad[0], first_bad[1]])
-        _arrive(handed + U_IS_THERE)
+        _arrive(handed + U_IS_THERE, variant)
         before = stage
         stage += 1
         if stage == variant.stages:
@@ -942,7 +954,7 @@ def _make_output(
         at = stage * STAGE_BYTES
         cute.arch.mbarrier_wait(handed + S_IS_THERE, idx & 1)
         _take(left_S, own + AT_S)
-        _arrive(handed + S_IS_TAKEN)
+        _arrive(handed + S_IS_TAKEN, variant)
         _begin(variant, left_S)
         _multiply_keys(O, left_S, shared, at + AT_Q, variant)
         _end(variant)
@@ -951,7 +963,7 @@ def _make_output(
         cute.arch.mbarrier_wait(handed + U_IS_THERE, idx & 1)
         _take(U, own + AT_U)
         first_bad = _load(_int_at(own, AT_ROWS_BAD + 8 * lane), 2)
-        _arrive(handed + U_IS_TAKEN)
+        _arrive(handed + U_IS_TAKEN, variant)
         _round(U, left_U)
         if cute.arch.vote_any_sync(_has_bad(left_U)):
             _take_out(U, first_bad)
@@ -966,7 +978,7 @@ def _make_output(
         _end(variant)
         is_dirty = cute.arch.vote_any_sync((first_bad[0] < CHUNK) | (first_bad[1] < CHUNK))
         _wait(variant, 0, O)
-        _arrive(barriers + (variant.stages + stage))
+        _arrive(barriers + (variant.stages + stage), variant)
         if is_dirty:
             _put_back(O, first_bad)
         _stage_output(params, O, own + AT_OUTPUT)
@@ -1048,9 +1060,11 @@ def _run_sequence(
             for i in cutlass.range_constexpr(variant.stages):
                 loads = GROUP if variant.is_aligned else 2 * GROUP
                 cute.arch.mbarrier_init(barriers + i, loads)
-                cute.arch.mbarrier_init(barriers + (variant.stages + i), 2 * GROUP // 32)
+                users = _arrivals(2 * GROUP // 32, variant)
+                cute.arch.mbarrier_init(barriers + (variant.stages + i), users)
             for i in cutlass.range_constexpr(4):
-                cute.arch.mbarrier_init(barriers + (2 * variant.stages + i), GROUP // 32)
+                givers = _arrivals(GROUP // 32, variant)
+                cute.arch.mbarrier_init(barriers + (2 * variant.stages + i), givers)
             cute.arch.mbarrier_init_fence()
         # Tiles of T and P above the diagonal, which nobody copies.
         for i in cutlass.range(thread, 2 * PAIRS_BYTES // 16, THREADS, unroll=1):
