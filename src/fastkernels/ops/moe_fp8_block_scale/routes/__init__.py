@@ -1,5 +1,5 @@
 """Routes of moe_fp8_block_scale, the safe one last."""
 
-from fastkernels.ops.moe_fp8_block_scale.routes import torch_grouped
+from fastkernels.ops.moe_fp8_block_scale.routes import library, torch_grouped
 
-ROUTES = (torch_grouped.ROUTE,)
+ROUTES = (*library.ROUTES, torch_grouped.ROUTE)
