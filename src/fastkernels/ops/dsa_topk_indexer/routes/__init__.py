@@ -1,5 +1,5 @@
 """Routes of dsa_topk_indexer, the safe one last."""
 
-from fastkernels.ops.dsa_topk_indexer.routes import torch_tiled
+from fastkernels.ops.dsa_topk_indexer.routes import library, torch_tiled
 
-ROUTES = (torch_tiled.ROUTE,)
+ROUTES = (*library.ROUTES, torch_tiled.ROUTE)
