@@ -133,12 +133,6 @@ def leaves(inputs: Any, outputs: Any) -> None:
     os._exit(0)
 
 
-def ends_later(inputs: Any, outputs: Any) -> None:
-    """While another candidate is called."""
-    honest(inputs, outputs)
-    threading.Timer(0.1, os._exit, (3,)).start()
-
-
 def forges(inputs: Any, outputs: Any) -> None:
     """An answer of its own making, on every socket there is."""
     text = b'{"nonce":"0","message":{"kind":"done","returned":[],"problem":null}}'
@@ -253,7 +247,6 @@ ROUTES = {
         route(_right_but({3: raises}), "third_raises"),
         route(_right_but({3: raises, 4: crashes}), "third_raises_fourth_crashes"),
         route(_right_but({3: crashes}), "third_crashes"),
-        route(_right_but({8: ends_later}), "ends_after_the_eighth"),
         route(_right_but({3: asserts}), "third_asserts"),
         route(_right_but({3: hangs}), "third_hangs"),
         route(_right_but({2: wrong, 3: crashes}), "second_is_wrong_third_crashes"),

@@ -615,7 +615,7 @@ def test_memory_decides_how_many_slots_there_are(
 ) -> None:
     size = bare.lend(decode(), 4).slot_bytes
     assert bare.lend(decode(), 4).slots == 4
-    for free, slots in ((size * 6 * 2 * 3, 3), (size, 1)):
+    for free, slots in ((size * (1 + judge._COPIES) * 2 * 3, 3), (size, 1)):
         monkeypatch.setattr(bare, "_free_bytes", lambda free=free: free)
         assert bare.lend(decode(), 4).slots == slots
 
@@ -956,6 +956,24 @@ def test_a_draw_that_lies_there_is_not_made_again(bare: Judge) -> None:
     bare.fill([Draw(slot=0, seed=6)])
     assert check(bare, 0, True, 1.0, call(bare, loan)).failure is None
     assert counts == {"draw": 3, "expect": 3}
+
+
+def test_what_writes_while_a_slot_is_filled_is_in_no_draw(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of a candidate that outlives its call: the next ones get what was drawn."""
+    loan = bare.lend(decode(), 2)
+    (v,) = (lent for lent in loan.tensors if lent.name == "v")
+    lay = bare._lay
+
+    def late(draw: Draw, is_flipped: bool) -> None:
+        lay(draw, is_flipped)
+        bare.slot(0)[v.offset : v.offset + v.nbytes] ^= 0x3F
+
+    monkeypatch.setattr(bare, "_lay", late)
+    for _ in range(3):
+        fill(bare, 0, 5)
+        assert check(bare, 0, True, 1.0, call(bare, loan)).failure is None
 
 
 def test_a_draw_that_lies_there_is_laid_as_before(bare: Judge) -> None:

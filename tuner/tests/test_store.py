@@ -60,6 +60,7 @@ from tuner.tests.stores import Clock, claim, create, enqueue, hang, spec, study_
 
 NUMERIC = Failure(cause=Cause.NUMERIC, message="off by one")
 GPU_LOST = Failure(cause=Cause.GPU_LOST, message="gone")
+LEASE_LOST = Failure(cause=Cause.LEASE_LOST, message="the time is used up")
 
 
 @pytest.fixture(scope="session")
@@ -857,6 +858,20 @@ def test_attempts_that_gave_nothing_have_cost_their_time(store: Store, clock: Cl
     assert store.lost_s(campaign) == {"evaluate": 7 + 80}
 
 
+def test_a_job_that_was_given_back_was_not_tried(store: Store, clock: Clock) -> None:
+    """However many pieces its campaign is cut into, it may be lost as often as any other."""
+    campaign, (number,) = enqueue(store, 1)
+    for _ in range(5):
+        job = claim(store)
+        store.fail(job, LEASE_LOST, max_attempts=1 + job.attempt)
+    for status in ("queued", "queued", "failed"):
+        claim(store, ttl_s=60)
+        clock.forward(61)
+        assert store.recover(3) == [number]
+        assert store.jobs(campaign)[0].status == status
+    store.check(campaign)
+
+
 def test_stale_jobs_are_tried_again_as_often_as_allowed(store: Store, clock: Clock) -> None:
     campaign, (number,) = enqueue(store, 1)
     dead = []
@@ -1170,6 +1185,23 @@ def other(empty: Path, tmp_path: Path) -> Iterator[Store]:
     copy = shutil.copy(empty, tmp_path / "other" / "tune.db")
     with Store.open(f"sqlite:///{copy}") as opened:
         yield opened
+
+
+def test_days_on_the_way_cost_no_time_on_a_device(
+    store: Store, clock: Clock, empty: Path, tmp_path: Path
+) -> None:
+    """A machine dies with a job, and its campaign goes on elsewhere."""
+    campaign, _ = enqueue(store, 1)
+    claim(store)
+    clock.forward(30)
+    store.append(campaign, "note", {})
+    store.export(campaign, tmp_path / "bundle.tar.gz")
+    clock.forward(3 * 86400)
+    copy = shutil.copy(empty, tmp_path / "elsewhere.db")
+    with Store.open(f"sqlite:///{copy}", clock=clock) as elsewhere:
+        elsewhere.import_(tmp_path / "bundle.tar.gz")
+        assert len(elsewhere.recover(3)) == 1
+        assert elsewhere.lost_s(campaign) == {"evaluate": 30.0}
 
 
 def timeless(store: Store, campaign: str) -> list[Any]:

@@ -174,9 +174,12 @@ def candidate(op: str, route: str | Route, config: Mapping[str, Any]) -> Candida
 
 def ordered(candidate: Candidate) -> Candidate:
     """With its knobs in the order of the route's config, as tables have them: in a ledger they are
-    sorted by name."""
-    route = find_route(candidate.op, candidate.route)
-    return candidate.model_copy(update={"config": knobs(route.make_config(candidate.config))})
+    sorted by name. As it is where there is no such route or config any more."""
+    try:
+        made = find_route(candidate.op, candidate.route).make_config(candidate.config)
+    except (SpaceError, ValueError):
+        return candidate
+    return candidate.model_copy(update={"config": knobs(made)})
 
 
 def source_digest(op: str, route: str | Route) -> str:

@@ -630,35 +630,12 @@ class Bench:
             try:
                 for together in self._together(entries, workload, len(seeds)):
                     self._judged(together, workload, list(seeds), tallies)
-                    for entry in together if len(together) > 1 else ():
-                        ended = tallies[entry.label].failure
-                        if ended is not None and ended.cause in (Cause.CRASH, Cause.HANG):
-                            self._judge_alone(entry, workload, seeds, ended, tallies)
             except Infrastructure as error:
                 self._recover(error.failure)
                 for tally in tallies.values():
                     if tally.failure is None and tally.trials < len(seeds):
                         tally.failures.append(error.failure)
             return [tallies[entry.label].close() for entry in entries]
-
-    def _judge_alone(
-        self,
-        entry: Entry,
-        workload: Workload,
-        seeds: Sequence[int],
-        ended: Failure,
-        tallies: dict[str, Tally],
-    ) -> None:
-        """Again, in a process of its own: that the one ended in which it sat with others may have
-        been another's doing. Where its own does not end, nobody is to blame."""
-        self._seats[0].clear()
-        tally = tallies[entry.label] = Tally(workload.id)
-        self._judged([entry], workload, list(seeds), tallies)
-        if tally.failure is None:
-            what = f"ended among several, and not alone: {ended.message}"
-            tally.failures.append(
-                ended.model_copy(update={"cause": Cause.HARNESS_BUG, "message": what})
-            )
 
     def _together(
         self, entries: Sequence[Entry], workload: Workload, count: int

@@ -313,15 +313,13 @@ class Judge:
             self.synchronize()
             took = time.perf_counter() - start if len(fresh) == 1 else 0.0
         for draw in draws:
-            slot, before = self.slot(draw.slot), now.before[draw.slot]
-            if now.laid.get(draw.slot) == draw and not is_flipped:
-                slot.copy_(before)  # the next candidate's: one copy instead of some sixty launches
-                continue
-            now.laid.pop(draw.slot, None)
-            self._lay(draw, is_flipped)
-            before.copy_(slot)
-            if not is_flipped:
-                now.laid[draw.slot] = draw
+            # The next candidate's is there: one copy instead of some sixty launches.
+            if is_flipped or now.laid.get(draw.slot) != draw:
+                now.laid.pop(draw.slot, None)
+                self._lay(draw, is_flipped)
+                if not is_flipped:
+                    now.laid[draw.slot] = draw
+            self.slot(draw.slot).copy_(now.before[draw.slot])
         self.synchronize()
         return took
 
@@ -347,12 +345,13 @@ class Judge:
             torch.cuda.set_device(self.device)
 
     def _lay(self, draw: Draw, is_flipped: bool) -> None:
-        """Drawn inputs, and poison, into a slot."""
-        now, slot = self._now, self.slot(draw.slot)
+        """Drawn inputs, and poison, into memory that nobody else can write."""
+        now, before = self._now, self._now.before[draw.slot]
+        before.copy_(self.slot(draw.slot))  # guard bytes
         inputs = now.drawn[draw.slot].inputs
         rng = torch.Generator(self.device).manual_seed(draw.seed ^ 0x5DEECE66D)
         for lent in now.loan.tensors:
-            view = buffers.view(slot, lent)
+            view = buffers.view(before, lent)
             if lent.is_output:
                 plausible(view, rng)
                 if is_flipped:

@@ -477,13 +477,21 @@ class Store:
 
     def lost_s(self, campaign: str) -> dict[str, float]:
         """By kind of job the seconds of attempts that gave no result. One that was never heard of
-        again counts until its lease ran out, up to a `ttl_s` more than it took."""
-        kinds = {row.key: row.kind for row in self.jobs(campaign)}
-        begun = {e.payload["token"]: e.created for e in self.events(campaign, ledger.CLAIMED)}
+        again counts until its lease ran out, up to a `ttl_s` more than it took; where it came with
+        a bundle, up to the last event."""
+        with self._database.read() as connection:
+            ends = (ledger.RETRIED, ledger.FAILED)
+            found = rows.read_events(connection, campaign, ledger.QUEUED, ledger.CLAIMED, *ends)
+        kinds: dict[str, str] = {}
+        begun: dict[int, datetime] = {}
         lost: dict[str, float] = defaultdict(float)
-        for kind in (ledger.RETRIED, ledger.FAILED):
-            for event in self.events(campaign, kind):
-                payload = event.payload
+        for event in found:
+            payload = event.payload
+            if event.kind == ledger.QUEUED:
+                kinds[payload["job"]] = payload["kind"]
+            elif event.kind == ledger.CLAIMED:
+                begun[payload["token"]] = event.created
+            else:
                 until = payload["failure"]["detail"].get("until")
                 ended = event.created if until is None else datetime.fromisoformat(until)
                 seconds = (ended - begun[payload["token"]]).total_seconds()
@@ -511,7 +519,14 @@ class Store:
     def _fail(
         self, connection: Connection, row: Row[Any], failure: Failure, max_attempts: int
     ) -> None:
-        is_final = not failure.cause.is_infrastructure or row.attempt >= max_attempts
+        # Who gave the job back for want of time has not tried it.
+        given_back = sum(
+            event.payload["job"] == row.key
+            and event.payload["failure"]["cause"] == Cause.LEASE_LOST.value
+            for event in rows.read_events(connection, row.campaign, ledger.RETRIED)
+        )
+        attempts = row.attempt - given_back
+        is_final = not failure.cause.is_infrastructure or attempts >= max_attempts
         payload = {"failure": failure.model_dump(mode="json")}
         self._settle(connection, row, ledger.FAILED if is_final else ledger.RETRIED, payload)
 
@@ -605,9 +620,9 @@ class Store:
         head = {"seq": last.seq, "digest": last.digest}
         connection.execute(update(campaigns).where(campaigns.c.id == campaign).values(head))
         connection.execute(delete(jobs).where(jobs.c.campaign == campaign))
-        now = self._now(connection)
+        over = min(self._now(connection), last.created)  # not when it was brought here
         for position in replay(found.events).values():
-            expires = now if position.status == "running" else None
+            expires = over if position.status == "running" else None
             rows.insert_job(connection, campaign, position, expires)
         # Tokens go on from the highest of the two stores.
         claimed = (e.payload["token"] for e in found.events if e.kind == ledger.CLAIMED)
