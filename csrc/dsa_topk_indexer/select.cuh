@@ -90,14 +90,17 @@ struct Selection {
   template <typename Keys, typename Work>
   static __device__ __forceinline__ void for_each(const Keys& keys, int32_t first, int32_t last,
                                                   int32_t step, const Work& work) {
+    // By what is left: an index beyond the last key may not fit into 32 bits.
 #pragma unroll 1
-    for (int32_t i = first; i < last; i += kAtOnce * step) {
+    for (int32_t left = last - first; left > 0; left -= kAtOnce * step) {
       uint32_t each[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) each[n] = i + n * step < last ? keys(i + n * step) : 0;
+      for (int n = 0; n < kAtOnce; ++n) {
+        each[n] = n * step < left ? keys(last - left + n * step) : 0;
+      }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (i + n * step < last) work(each[n], i + n * step);
+        if (n * step < left) work(each[n], last - left + n * step);
       }
     }
   }

@@ -2,9 +2,9 @@
 //
 // Plan: blocks of `score` take `pages` neighbouring pages of a row each and leave their keys in the
 // workspace (score.cuh); a cluster of blocks of `select` then selects among the keys of a row
-// (select.cuh), which it reads from there, mostly from L1 after the first time. `select` starts
-// while `score` ends, and, where rows come in groups, `score` of the next group while `select`
-// ends. Rows of at most `topk` positions are not scored; `select` stores their candidates.
+// (select.cuh), which it reads from there, from L2: every cluster barrier empties L1. `select`
+// starts while `score` ends, and, where rows come in groups, `score` of the next group while
+// `select` ends. Rows of at most `topk` positions are not scored; `select` stores their candidates.
 //
 // Shared memory: of `score` `stages` pages; of `select` what it counts (25 KB and more).
 //

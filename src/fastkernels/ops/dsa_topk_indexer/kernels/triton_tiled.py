@@ -332,8 +332,9 @@ def _emit(
         begin += SLOTS
     begin = taken + tl.minimum(ties, needed)
     while begin < topk:
-        slot = begin + tl.arange(0, SLOTS)
-        tl.store(output + slot, tl.full([SLOTS], -1, tl.int32), mask=slot < topk)
+        ahead = tl.arange(0, SLOTS)  # a slot beyond the last one may not fit into 32 bits
+        is_slot = ahead < topk - begin
+        tl.store(output + begin + ahead, tl.full([SLOTS], -1, tl.int32), mask=is_slot)
         begin += tl.minimum(topk - begin, SLOTS)
 
 
