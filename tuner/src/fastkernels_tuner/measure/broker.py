@@ -623,7 +623,7 @@ class Bench:
     ) -> list[Trials]:
         """The same for several candidates, in one process where they come from the same sources.
         Each finds the same draws in newly filled memory: these, and what they have to give, are
-        made once: three quarters of what a call costs, as reckoned in docs/worklog.md."""
+        made once."""
         entries = self._entries(candidates, workload)
         with self._exclusive():
             tallies = {entry.label: Tally(workload.id) for entry in entries}
