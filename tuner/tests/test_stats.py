@@ -715,6 +715,16 @@ def test_what_a_process_keeps_of_all_workloads_alike_is_found() -> None:
     assert again.state != "broken"
 
 
+def test_a_promotion_is_confirmed_by_the_run_after_or_not_at_all() -> None:
+    none, gain = pairs_of(steady(0.0)), pairs_of(steady(0.03))
+    alone = calibrate(POLICY, [none, gain, none, none])
+    assert (alone.promoted, alone.confirmed) == (1, 0)
+    twice = calibrate(POLICY, [none, gain, gain, none])
+    assert (twice.promoted, twice.confirmed) == (2, 1)
+    assert (calibrate(POLICY, [gain]).promoted, calibrate(POLICY, [gain]).confirmed) == (1, 0)
+    assert "2 of 4 A/A runs promoted, 1 of them confirmed" in twice.reason
+
+
 def test_a_calibration_needs_whole_runs() -> None:
     with pytest.raises(ValueError, match="at least one A/A run, got none"):
         calibrate(POLICY, [])

@@ -583,6 +583,7 @@ class Calibration(Model):
     reason: str
     repeats: int
     promoted: int
+    confirmed: int  # of these by the session after, whose processes and data are others
     lower: float  # one-sided Clopper-Pearson bounds of the rate
     upper: float
     session_sd: float  # what processes keep, as `Policy.session_sd`
@@ -603,26 +604,33 @@ def calibrate(
     """
     if not repeats:
         raise ValueError("a calibration needs at least one A/A run, got none")
-    promoted = 0
+    verdicts: list[Verdict] = []
     alone, joint = [], []
     for i, pairs in enumerate(repeats):
         if len(pairs) < policy.looks[-1]:
             raise ValueError(
                 f"A/A run {i} has {len(pairs)} pairs, expected {policy.looks[-1]}: all looks"
             )
-        test = PairedTest(policy, tuple(pairs[0]))
+        test = PairedTest(policy, tuple(pairs[0]), session=str(i))
         for pair in pairs:
             if test.verdict().more:
                 test.add(pair)
             else:
                 _check_pair(pair, test.workloads)
-        promoted += test.verdict().decision == "promote"
+        verdicts.append(test.verdict())
         logs = _matrix(pairs, test.workloads)
         n, num_workloads = logs.shape
         alone.append(np.mean(logs.mean(axis=0) ** 2 - logs.var(axis=0, ddof=1) / n))
         means = logs.mean(axis=1)
         joint.append(num_workloads * (means.mean() ** 2 - means.var(ddof=1) / n))
     session_sd = math.sqrt(max(float(np.mean(alone)), float(np.mean(joint)), 0.0))
+    promotions = [i for i, verdict in enumerate(verdicts) if verdict.decision == "promote"]
+    promoted = len(promotions)
+    confirmed = sum(
+        len(verdicts) > 1
+        and confirm(verdicts[i], verdicts[(i + 1) % len(verdicts)]).decision == "promote"
+        for i in promotions
+    )
     lower = lower_bound(promoted, len(repeats), confidence)
     upper = upper_bound(promoted, len(repeats), confidence)
     state: Literal["hold", "unproven", "broken"] = "unproven"
@@ -633,12 +641,13 @@ def calibrate(
     return Calibration(
         state=state,
         reason=(
-            f"{promoted} of {len(repeats)} A/A runs promoted: a rate from {lower:.1%} to "
-            f"{upper:.1%}, allowed: {policy.alpha:.1%}; processes keep {session_sd:.2%}, "
-            f"the policy says {policy.session_sd:.2%}"
+            f"{promoted} of {len(repeats)} A/A runs promoted, {confirmed} of them confirmed by the "
+            f"run after: a rate from {lower:.1%} to {upper:.1%}, allowed: {policy.alpha:.1%}; "
+            f"processes keep {session_sd:.2%}, the policy says {policy.session_sd:.2%}"
         ),
         repeats=len(repeats),
         promoted=promoted,
+        confirmed=confirmed,
         lower=lower,
         upper=upper,
         session_sd=session_sd,

@@ -28,8 +28,9 @@ from fastkernels_tuner.cli.common import (
 )
 from fastkernels_tuner.doctor import findings
 from fastkernels_tuner.errors import SourceError
-from fastkernels_tuner.measure import Bench
+from fastkernels_tuner.measure import Bench, Unstable
 from fastkernels_tuner.model import Block, Candidate, Policy, Workload
+from fastkernels_tuner.sessions import Sessions
 from fastkernels_tuner.stats import PairedTest, calibrate, log_ratio
 from fastkernels_tuner.terminal import Terminal
 from fastkernels_tuner.trials import RISKS, Corpus, risk_class, run_trials, strata
@@ -131,6 +132,7 @@ def eval_command(
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--mode", default=None, help="Only this mode; default: the first one.")
 @click.option("--limit", type=click.IntRange(1), help="At most so many workloads.")
+@click.option("--sessions", type=ANY_PATH, help="Finished repeats are kept here, and count again.")
 @policy_option
 @device_option
 @folder_option
@@ -144,6 +146,7 @@ def ab(
     repeats: int,
     mode: str | None,
     limit: int | None,
+    sessions: Path | None,
     policy_file: Path | None,
     device: str | None,
     folder: Path,
@@ -161,22 +164,29 @@ def ab(
     if not workloads:
         raise SourceError(f"{op}: no workload is served by both {a} and {b}")
     is_same = a.id == b.id
-    verdicts, sessions = [], []
-    with Bench(where, policy, seed=0) as bench:
-        for repeat in range(repeats):
+    names = [str(workload) for workload in workloads]
+    done = Sessions(sessions, a.id, b.id, policy.id, names)
+    with Bench(where, policy, seed=len(done)) as bench:
+        while len(done) < repeats:
             # A session is the candidates' processes and their data: fresh ones for every repeat.
             bench.renew()
-            test, pairs = _session(bench, policy, a, b, workloads, repeat, every_look=is_same)
-            verdicts.append(test.verdict())
-            sessions.append(pairs)
-            terminal.say(f"session {repeat}: {test.verdict().reason}")
+            number = len(done)
+            test, pairs = _session(bench, policy, a, b, workloads, number, every_look=is_same)
+            if is_same and len(pairs) < policy.looks[-1]:  # those on file count when run again
+                raise Unstable(
+                    f"session {number}: {len(pairs)} pairs without a disturbance, expected"
+                    f" {policy.looks[-1]}"
+                )
+            done.add(test.verdict(), pairs, bench.environment)
+            terminal.say(f"session {number}: {test.verdict().reason}")
+    verdicts = done.verdicts
     document: dict[str, Any] = {
         "first": a.id,
         "second": b.id,
         "verdicts": [verdict.model_dump(mode="json") for verdict in verdicts],
     }
     if is_same:
-        found = calibrate(policy, sessions)
+        found = calibrate(policy, done.pairs)
         terminal.result({**document, "calibration": found.model_dump(mode="json")}, found.reason)
         return REJECTED if found.state == "broken" else 0
     decision = verdicts[-1].decision
