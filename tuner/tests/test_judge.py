@@ -432,25 +432,20 @@ def test_nan_in_the_expected_output_is_the_harness_fault(
 
 
 @pytest.mark.parametrize("op", [operator.name for operator in catalog.OPERATORS])
-def test_draws_side_by_side_are_those_of_one_after_the_other(
-    bare: Judge, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
-    """Bit by bit, of every generator: each seed has numbers of its own, in threads of one core and
-    in this one of several, and nobody takes any from torch's own generator."""
-    monkeypatch.setattr(judge, "_SLOW_DRAW_S", 0.0)
+def test_a_draw_does_not_depend_on_those_before_it(bare: Judge, op: str) -> None:
+    """Bit by bit, of every generator: each seed has numbers of its own, and nobody takes any from
+    torch's own generator."""
     strata = [{"name": name, "seed": 0} for name in catalog.module(op, "adversarial").STRATA]
     workloads_of = [Workload(op=op, listed="adversarial", case=case) for case in strata]
     workloads_of += [listed(op, name) for other, name in RIGHT if other == op]
     for workload in workloads_of:
         bare.lend(workload, 1)
         before = torch.get_rng_state()
-        together = list(bare._draw([5, 6, 7]))
-        for seed, found in zip((7, 6, 5), reversed(together), strict=True):
-            alone = bare._now.draw(seed)
-            for a, b in zip(found, alone, strict=True):
+        found = {seed: bare._now.draw(seed) for seed in (5, 6, 7)}
+        for seed in (7, 6, 5):
+            for a, b in zip(found[seed], bare._now.draw(seed), strict=True):
                 assert _same(a, b) if isinstance(a, torch.Tensor) else a == b, workload
         assert torch.equal(torch.get_rng_state(), before)
-    assert bare._drawers is not None
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -541,7 +536,6 @@ def test_a_draw_that_fails_among_several_is_the_harness_fault(
             raise ValueError("no such seed")
         return draw(seed)
 
-    monkeypatch.setattr(judge, "_SLOW_DRAW_S", 0.0)
     monkeypatch.setattr(bare._now, "draw", fails)
     reply = judge.answer(bare, Fill(draws=(Draw(slot=0, seed=8), Draw(slot=1, seed=9))))
     assert isinstance(reply, Fault)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from fastkernels_tuner import policy
 from fastkernels_tuner.cli import main
 from fastkernels_tuner.errors import SourceError
 from fastkernels_tuner.model import Environment, Policy
-from fastkernels_tuner.sessions import Sessions
-from fastkernels_tuner.stats import PairedTest, Ratio
+from fastkernels_tuner.sessions import Session, Sessions
+from fastkernels_tuner.stats import PairedTest, Ratio, calibrate
 
 POLICY = Policy(name="test", timer="wall", is_promotable=False, looks=(2, 3))
 HERE = Environment(
@@ -63,6 +64,21 @@ def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     path.write_text('{"first": "a"}\n')
     with pytest.raises(SourceError, match=r"aa\.jsonl:1: expected a session as JSON, second"):
         sessions(path)
+
+
+def test_the_gpus_constants_hold_on_sixty_sessions_of_an_h200() -> None:
+    """One configuration of gdn_decode against itself, as measured."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "h200" / "gdn_decode.ab.jsonl"
+    measured = [Session.model_validate_json(line) for line in path.read_text().splitlines()]
+    assert len({session.number for session in measured}) == len(measured) >= 60
+    assert {session.first for session in measured} == {session.second for session in measured}
+    assert {session.environment.device for session in measured} == {"NVIDIA H200"}
+    rules = policy.default("cuda")
+    found = calibrate(rules, [session.pairs for session in measured])
+    assert found.state == "hold"
+    assert found.promoted <= 3
+    assert found.confirmed == 0
+    assert found.session_sd <= rules.session_sd
 
 
 def test_a_calibration_goes_on_where_it_stopped(

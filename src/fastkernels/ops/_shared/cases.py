@@ -28,9 +28,10 @@ class Case(Protocol):
     def axes(self) -> dict[str, int]: ...
 
 
-def generator(seed: int) -> torch.Generator:
-    """A CPU generator: inputs are drawn on the CPU, so that every device sees the same ones."""
-    return torch.Generator(device="cpu").manual_seed(seed)
+def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of the CPU, unless other numbers on another device will do: cases are drawn on
+    the CPU, so that every device sees the same ones."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def contest_workloads(op: str) -> list[dict[str, Any]]:

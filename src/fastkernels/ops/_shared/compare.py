@@ -56,18 +56,20 @@ def relative_rows(
     if want.numel() == 0:
         return Error(tolerance.output, tolerance.metric, 0.0, tolerance.limit)
     rows_got, rows_want = (
-        got64.reshape(-1, *_tail(want, row_dims)),
-        want64.reshape(-1, *_tail(want, row_dims)),
+        rows.reshape(-1, *_tail(want, row_dims)).flatten(1) for rows in (got64, want64)
     )
-    rows_got, rows_want = rows_got.flatten(1), rows_want.flatten(1)
     rows_kappa = kappa.double().reshape(rows_want.shape[0], -1)
-    same = (rows_got == rows_want) | (rows_got.isnan() & rows_want.isnan())
-    difference = torch.where(same, 0.0, rows_got - rows_want)
     scale = torch.maximum(_finite_norm(rows_want), _finite_norm(rows_kappa)) + 1e-30
-    error = torch.linalg.vector_norm(difference, dim=1) / scale
+    allowed = None if slack is None else slack.double().reshape(-1)
+    difference = rows_got - rows_want
+    error = _relative(difference, scale, allowed)
+    value = float(error.max())
+    if value <= tolerance.limit:  # nearly always: whatever is not finite makes NaN or inf of it
+        return Error(tolerance.output, tolerance.metric, value, tolerance.limit)
+    same = (rows_got == rows_want) | (rows_got.isnan() & rows_want.isnan())
+    difference = torch.where(same, 0.0, difference)
+    error = _relative(difference, scale, allowed)
     error = torch.where(difference.isfinite().all(1), error, torch.inf)
-    if slack is not None:
-        error = (error - slack.double().reshape(-1)).clamp(min=0.0)
     value = float(error.max())
     if value <= tolerance.limit:
         return Error(tolerance.output, tolerance.metric, value, tolerance.limit)
@@ -83,6 +85,14 @@ def relative_rows(
         f"{float(rows_got[worst, column]):.6g}",
         f"{float(rows_want[worst, column]):.6g}",
     )
+
+
+def _relative(
+    difference: torch.Tensor, scale: torch.Tensor, slack: torch.Tensor | None
+) -> torch.Tensor:
+    """Norms of rows in units of `scale`, less `slack`."""
+    error = torch.linalg.vector_norm(difference, dim=1) / scale
+    return error if slack is None else (error - slack).clamp(min=0.0)
 
 
 def wrong_shape(tolerance: Tolerance, got: torch.Tensor, want: tuple[int, ...]) -> Error:
@@ -102,22 +112,20 @@ def unchanged(output: str, got: torch.Tensor, want: torch.Tensor, rows: torch.Te
     may. A shape that differs is for the other comparators to report."""
     if got.shape != want.shape:
         return Error(output, "changed elements", math.inf, 0.0)
-    rows = rows.nonzero()[:, 0]
-    got_rows = got.detach().to(want.device).float().index_select(0, rows)
-    want_rows = want.index_select(0, rows).float()
-    differ = got_rows.view(torch.int32) != want_rows.view(torch.int32)
+    got, want = got.detach().to(want.device).float(), want.float()
+    differ = got.view(torch.int32) != want.view(torch.int32)
+    differ &= rows.reshape(-1, *(1 for _ in want.shape[1:]))
     if not differ.any():
         return Error(output, "changed elements", 0.0, 0.0)
-    row, *column = _unravel(int(differ.reshape(-1).to(torch.int8).argmax()), tuple(differ.shape))
-    place = (row, *column)
+    place = _unravel(int(differ.reshape(-1).to(torch.int8).argmax()), tuple(want.shape))
     return Error(
         output,
         "changed elements",
         float(differ.sum()),
         0.0,
-        (int(rows[row]), *column),
-        f"{float(got_rows[place]):.6g}",
-        f"{float(want_rows[place]):.6g}",
+        place,
+        f"{float(got[place]):.6g}",
+        f"{float(want[place]):.6g}",
     )
 
 

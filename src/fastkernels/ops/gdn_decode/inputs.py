@@ -54,19 +54,23 @@ class Case:
         }
 
 
-def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Inputs of a case, drawn on the CPU in the definition's order, then moved to `device`."""
-    rng = generator(case.seed)
+def make_inputs(
+    case: Case, device: torch.device | str = "cpu", *, drawn_on: torch.device | str = "cpu"
+) -> Inputs:
+    """Inputs of a case, drawn on the CPU in the definition's order, then moved to `device`;
+    `drawn_on` another device they are other numbers, which need not come all that way."""
     B, Hk, Hv, D = case.batch_size, case.num_q_heads, case.num_v_heads, case.head_size
     fused = case.layout == "fused"
-    q, k, v = (t.unsqueeze(1) for t in draw_heads(rng, B, Hk, Hv, D, fused, case.keys))
-    read, write, slots = pool_layout(case.mode, B, case.indices, case.padding)
-    state = (
-        None
-        if case.state == "none"
-        else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
-    )
-    A_log, a, dt_bias, b = draw_gates(rng, B, Hv, case.gates, fused)
+    with torch.device(drawn_on):
+        rng = generator(case.seed, drawn_on)
+        q, k, v = (t.unsqueeze(1) for t in draw_heads(rng, B, Hk, Hv, D, fused, case.keys))
+        read, write, slots = pool_layout(case.mode, B, case.indices, case.padding)
+        state = (
+            None
+            if case.state == "none"
+            else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
+        )
+        A_log, a, dt_bias, b = draw_gates(rng, B, Hv, case.gates, fused)
     inputs = Inputs(
         q, k, v, state, A_log, a.unsqueeze(1), dt_bias, b.unsqueeze(1), case.scale,
         read, write, inplace=case.mode == "inplace",

@@ -18,8 +18,7 @@ import platform
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal, NamedTuple
@@ -70,11 +69,6 @@ _SHARE = 0.5
 # with it as it was.
 _COPIES = 6
 _LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
-# Draws side by side, at most: each of them holds its inputs on the host.
-_DRAWERS = 8
-# From here on draws go side by side. Of gdn_decode at small sizes an H200 takes 0.55 ms, most of it
-# in launches, which threads do not share; the CPU takes 2.7 to 20 ms, most of it in randn.
-_SLOW_DRAW_S = 1.5e-3
 
 
 class JudgeFailed(Exception):
@@ -141,7 +135,6 @@ class OnLoan:
     expect: Callable[[Any], Any]
     loan: Loan
     writable: frozenset[str]
-    draw_s: float
     before: torch.Tensor  # [slots, bytes]: what lay in them before their calls
     drawn: dict[int, Drawn] = field(default_factory=dict)
     laid: dict[int, Draw] = field(default_factory=dict)  # what `before` is of
@@ -170,13 +163,9 @@ class Judge:
         self._number = 0
         self._current: OnLoan | None = None
         self._suspect: Suspect | None = None
-        self._drawers: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
         self._current = None
-        if self._drawers is not None:
-            self._drawers.shutdown()
-            self._drawers = None
         if self._slab is not None:
             self._slab.close()
             self._slab = None
@@ -191,12 +180,9 @@ class Judge:
             torch.cuda.empty_cache()  # a candidate needs memory, too
         operator = catalog.operator(workload.op)
         case, draw, expect = self._source(workload)
-        start = time.perf_counter()
         # Sizes are those of every seed. The case's own is drawn on the CPU: of gdn_decode at batch
         # 1024 that took 1 s, more than a trial of a search measures.
         inputs = draw(case.seed ^ 1)
-        self.synchronize()
-        draw_s = time.perf_counter() - start
         problem = catalog.module(workload.op, "problem").bind(inputs, None, None)
         given = {
             argument.name: getattr(inputs, argument.name)
@@ -226,7 +212,7 @@ class Judge:
         )
         writable = frozenset({*results, *(each.name for each in layout if each.is_output)})
         before = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=self.device)
-        self._current = OnLoan(workload, case, draw, expect, loan, writable, draw_s, before)
+        self._current = OnLoan(workload, case, draw, expect, loan, writable, before)
         return loan
 
     def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
@@ -298,18 +284,16 @@ class Judge:
     def fill(self, draws: Sequence[Draw], is_flipped: bool = False) -> float:
         """Inputs of seeds and poisoned outputs into slots; seconds of a draw that was made alone.
 
-        Each seed has a generator of its own, so that what it gives does not depend on which others
-        are drawn meanwhile.
-        """
+        Draws are made one after the other: eight threads took 17 ms for each of 8 MB that one
+        makes in 3 to 6 (an H200's host at c08d61c)."""
         now, took = self._now, 0.0
         fresh = [draw for draw in draws if not self._holds(draw)]
         for draw in fresh:
             now.drawn.pop(draw.slot, None)  # its memory may be needed
         if fresh:
             start = time.perf_counter()
-            seeds = [draw.seed for draw in fresh]
-            for draw, inputs in zip(fresh, self._draw(seeds), strict=True):
-                now.drawn[draw.slot] = Drawn(draw.seed, inputs)
+            for draw in fresh:
+                now.drawn[draw.slot] = Drawn(draw.seed, now.draw(draw.seed))
             self.synchronize()
             took = time.perf_counter() - start if len(fresh) == 1 else 0.0
         for draw in draws:
@@ -327,22 +311,6 @@ class Judge:
         """Whether the slot's inputs are drawn by that seed already."""
         drawn = self._now.drawn.get(draw.slot)
         return drawn is not None and drawn.seed == draw.seed
-
-    def _draw(self, seeds: Sequence[int]) -> Iterable[Any]:
-        """The inputs of some seeds, drawn side by side where that takes long: on the CPU, where
-        torch computes without the interpreter's lock."""
-        if len(seeds) == 1 or self._now.draw_s < _SLOW_DRAW_S:
-            return map(self._now.draw, seeds)
-        if self._drawers is None:
-            size = min(_DRAWERS, len(os.sched_getaffinity(0)))
-            self._drawers = ThreadPoolExecutor(size, "draw", self._begin_drawing)
-        return self._drawers.map(self._now.draw, seeds)
-
-    def _begin_drawing(self) -> None:
-        """What a thread does not inherit: its device. And one core each, as they are several."""
-        torch.set_num_threads(1)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
 
     def _lay(self, draw: Draw, is_flipped: bool) -> None:
         """Drawn inputs, and poison, into memory that nobody else can write."""
