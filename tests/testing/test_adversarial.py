@@ -66,6 +66,38 @@ def test_safe_route_is_right(operator: Operator, name: str) -> None:
         assert not any(output.isnan().any() for output in outputs[:1]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        pytest.param(operator, name, id=f"{operator.name}-{name}")
+        for operator in catalog.OPERATORS
+        for name, stratum in strata(operator.name).items()
+        if getattr(stratum, "draws_anywhere", False)  # the MoE has strata of its own kind
+    ],
+)
+def test_a_device_draws_what_the_cpu_would(operator: Operator, name: str) -> None:
+    """In sizes, layouts and whatever is no number of its own; the same again for the same seed, and
+    right by the safe route."""
+    found, case = draw(operator.name, name, 3, device="cuda")
+    again, _ = draw(operator.name, name, 3, device="cuda")
+    on_cpu, _ = draw(operator.name, name, 3)
+    for field, own, same, cpu in zip(found._fields, found, again, on_cpu, strict=True):
+        if not isinstance(cpu, torch.Tensor):
+            assert own == cpu, field
+            continue
+        assert own.is_cuda, field
+        assert (own.dtype, own.shape, own.stride()) == (cpu.dtype, cpu.shape, cpu.stride()), field
+        assert same_bits(own, same), field
+        if not own.is_floating_point():
+            assert torch.equal(own.cpu(), cpu), field
+    pristine = clone(found)
+    with dispatch.force_route(operator, operator.safe_route.name):
+        outputs = as_tuple(operator.function(**found._asdict()))
+    report = judge(operator, operator.safe_route, None, case, pristine, outputs)
+    assert report.ok, str(report)
+
+
 # One of each way to make inputs: from a list, changed, changed in the cache.
 @pytest.mark.parametrize(
     ("op", "name"),

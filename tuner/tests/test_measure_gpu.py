@@ -145,7 +145,7 @@ def test_adversarial_inputs(bench: Bench, name: str) -> None:
 
 
 def test_calls_are_judged_several_at_a_time(bench: Bench) -> None:
-    """Drawn on the device, by the CPU in threads, and by it in threads on pools."""
+    """Of adversarial strata and of workloads, on pools, too."""
     for name in ("huge_state", "pool"):
         workload = Workload(op="gdn_decode", listed="adversarial", case={"name": name, "seed": 0})
         found = bench.judge(SAFE, workload, range(20))

@@ -16,6 +16,7 @@ from fastkernels.ops.gdn_prefill.problem import Inputs
 
 class Stratum(Draws):
     make_inputs = staticmethod(make_inputs)
+    draws_anywhere = True
 
 
 def _listed(name: str) -> Stratum:

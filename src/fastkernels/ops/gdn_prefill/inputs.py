@@ -62,21 +62,25 @@ class Case:
         }
 
 
-def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Inputs of a case, drawn on the CPU in the definition's order, then moved to `device`."""
-    rng = generator(case.seed)
+def make_inputs(
+    case: Case, device: torch.device | str = "cpu", *, drawn_on: torch.device | str = "cpu"
+) -> Inputs:
+    """Inputs of a case, drawn on the CPU in the definition's order, then moved to `device`;
+    `drawn_on` another device they are other numbers, which need not come all that way."""
     T, N = case.axes["total_seq_len"], case.axes["num_seqs"]
     Hk, Hv, D = case.num_q_heads, case.num_v_heads, case.head_size
     fused = case.layout == "fused"
-    q, k, v = draw_heads(rng, T, Hk, Hv, D, fused, case.keys)
-    read, write, slots = pool_layout(case.mode, N, case.indices, case.padding)
-    state = (
-        None
-        if case.state == "none"
-        else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
-    )
-    A_log, a, dt_bias, b = draw_gates(rng, T, Hv, case.gates, fused)
-    offsets = torch.tensor([0, *accumulate(case.lengths)], dtype=getattr(torch, case.offsets))
+    with torch.device(drawn_on):
+        rng = generator(case.seed, drawn_on)
+        q, k, v = draw_heads(rng, T, Hk, Hv, D, fused, case.keys)
+        read, write, slots = pool_layout(case.mode, N, case.indices, case.padding)
+        state = (
+            None
+            if case.state == "none"
+            else draw_state(rng, slots, Hv, D, padded=fused, is_pool=case.mode == "pool")
+        )
+        A_log, a, dt_bias, b = draw_gates(rng, T, Hv, case.gates, fused)
+        offsets = torch.tensor([0, *accumulate(case.lengths)], dtype=getattr(torch, case.offsets))
     inputs = Inputs(
         q, k, v, state, A_log, a, dt_bias, b, offsets, case.scale,
         read, write, inplace=case.mode == "inplace",
