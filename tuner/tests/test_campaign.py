@@ -231,6 +231,14 @@ def test_time_that_is_up_is_no_failure(store: Store, tmp_path: Path) -> None:
     assert campaign.conclusion("report")
 
 
+def test_what_is_measured_is_concluded_whatever_time_it_is(store: Store, tmp_path: Path) -> None:
+    campaign = begin(store, tmp_path)
+    go_on(campaign, FakeBench(prefers(64)), last="confirm")
+    measured = FakeBench(prefers(64))
+    go_on(campaign, measured, until=0.0)
+    assert (measured.calls, bool(campaign.conclusion("report"))) == (0, True)
+
+
 def test_time_that_is_up_within_a_verification_loses_nothing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,6 +231,8 @@ class Controller:
     def _work(self) -> None:
         campaign, idle_since = self.campaign, time.monotonic()
         while True:
+            if campaign.is_out_of_time and self._is_settled():
+                return  # conclusions, tables and reports take none of the time that is counted
             campaign.require_time()
             campaign.store.recover(1 + campaign.policy.max_retries, campaign.id)
             if self.worker.once(until=campaign.until):
@@ -245,6 +247,10 @@ class Controller:
             elif time.monotonic() - idle_since > PATIENCE_S and self._stand_in(queued[0].device):
                 continue
             time.sleep(POLL_S)
+
+    def _is_settled(self) -> bool:
+        rows = self.campaign.store.jobs(self.campaign.id)
+        return not any(row.status in ("queued", "running") for row in rows)
 
     def _stand_in(self, gpu: str) -> bool:
         """A job for a GPU that nobody serves: on that GPU if it is ours, else on the first one."""
