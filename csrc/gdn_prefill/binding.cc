@@ -19,9 +19,10 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-// Variants of a kernel, in the order of `Kernel.variants`: one launch has two, two launches have
-// four, those of the first launch first.
+// Variants of a kernel, in the order of `Kernel.variants`: one launch has two; two launches have
+// four, those of the first launch first; chunk_parallel has three more behind.
 enum : int { kAligned = 0, kAny = 1 };
+enum : int { kPrepare = 0, kChain = 2, kTransfer = 4, kScan = 6 };
 constexpr size_t kSplitVariants = 4;
 
 struct Call {
@@ -103,15 +104,30 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
   return true;
 }
 
-// Blocks along x: slabs of rows fastest, then heads, then sequences; one for stray tokens where
-// there is no sequence. False where that is more than a grid holds.
-bool LayOut(const Plan& plan, const Params& p, Grid* grid) {
-  const int64_t rows_per_block = plan.tile[0];
-  const int64_t blocks =
-      std::max<int64_t>(p.num_seqs, 1) * p.num_v_heads * (kHeadSize / rows_per_block);
-  if (blocks > kMaxInt32) return false;
-  *grid = {static_cast<uint32_t>(blocks), 1, 1};
-  return true;
+// What a plan asks for with a problem: blocks of each launch, along x, and bytes of workspace.
+struct Layout {
+  int64_t prepare = 0, chain, transfer = 0, scan = 0;
+  int64_t bytes;
+};
+
+// `plan.tile` is rows of V a block; bytes of workspace for each chunk of each head, 0 where the
+// plan has none; and for chunk_parallel the chunks of a segment, and bytes for each cut of each
+// head.
+Layout LayOut(const Plan& plan, const Params& p) {
+  const int64_t slabs = kHeadSize / plan.tile[0], entry_bytes = plan.tile[1];
+  const int64_t chunks = entry_bytes > 0 ? chunk_bound(p.num_tokens, p.num_seqs) : 0;
+  const bool is_parallel = plan.tile.size() > 2;
+  const int64_t cuts = is_parallel ? cut_bound(p.num_tokens, plan.tile[2] * kChunk) : 0;
+  const int64_t heads = p.num_v_heads;
+  Layout layout;
+  layout.prepare = chunks * heads;
+  // Slabs of rows fastest, then heads, then sequences, or segments; one for stray tokens where
+  // there is no sequence.
+  layout.chain = std::max<int64_t>(p.num_seqs + cuts, 1) * heads * slabs;
+  layout.transfer = cuts * heads * 2 * slabs;
+  layout.scan = std::min<int64_t>(p.num_seqs, cuts) * heads * (kHeadSize / 16);
+  layout.bytes = layout.prepare * entry_bytes + (is_parallel ? cuts * heads * plan.tile[3] : 0);
+  return layout;
 }
 
 void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params* p,
@@ -167,30 +183,33 @@ void LaunchOne(const Plan& plan, int variant, Grid grid, CUstream stream, Params
   Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
 }
 
-// False: nothing was launched. `plan.tile` is rows of V a block, and bytes of workspace for each
-// chunk of each head, 0 where the plan has none.
+// False: nothing was launched.
 bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
-  Grid grid;
-  if (!LayOut(plan, *p, &grid)) return false;
+  const Layout layout = LayOut(plan, *p);
+  if (std::max({layout.prepare, layout.chain, layout.transfer}) > kMaxInt32) return false;
   if (p->num_tokens == 0 && p->num_seqs == 0) return true;
   const DLDevice device_id = call.q->device;
-  const int64_t entry_bytes = plan.tile[1];
-  const int64_t entries = chunk_bound(p->num_tokens, p->num_seqs) * p->num_v_heads;
-  if (entry_bytes > 0 && entries > kMaxInt32) return false;
   Scratch scratch;
-  if (!scratch.Get(call.workspace, entries * entry_bytes, device_id)) return false;
+  if (!scratch.Get(call.workspace, layout.bytes, device_id)) return false;
   p->workspace = scratch.pointer();
   const Device& device = Device::Get(device_id.device_id);
   auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device_id.device_id));
   ContextGuard guard(device);
+  // Each launch but the first waits for the one before by itself.
+  bool is_dependent = false;
+  auto launch = [&](int which, int64_t blocks) {
+    if (blocks == 0) return;
+    LaunchOne(plan, which, {static_cast<uint32_t>(blocks), 1, 1}, stream, p, is_dependent);
+    is_dependent = true;
+  };
   if (plan.variants.size() < kSplitVariants) {
-    LaunchOne(plan, variant, grid, stream, p, false);
+    launch(variant, layout.chain);
     return true;
   }
-  if (entries > 0) {
-    LaunchOne(plan, variant, {static_cast<uint32_t>(entries), 1, 1}, stream, p, false);
-  }
-  LaunchOne(plan, 2 + variant, grid, stream, p, entries > 0);
+  launch(kPrepare + variant, layout.prepare);
+  launch(kTransfer + variant, layout.transfer);
+  launch(kScan, layout.scan);
+  launch(kChain + variant, layout.chain);
   return true;
 }
 

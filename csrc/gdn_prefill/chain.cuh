@@ -50,7 +50,9 @@ constexpr uint32_t kLargestOperand = 0x7f7f0000u;  // 0x1.fep127f
 // Fragments (16 rows, 16 columns) of bfloat16 left operands: 16 bytes a lane.
 constexpr int kFragmentBytes = 512;
 
-template <int kRows>
+// `kWithOutput` false: of the states alone, by the state warps alone. Nobody reads a state while
+// the next one is published, so one copy of it is enough.
+template <int kRows, bool kWithOutput = true>
 struct Chain {
   static_assert(kRows == 16 || kRows == 32 || kRows == 64, "a whole number of fragments");
   static constexpr int kTiles = kRows / 16;
@@ -59,22 +61,25 @@ struct Chain {
   static constexpr int kStateBytes = kTiles * 8 * kFragmentBytes;   // S, bfloat16
   static constexpr int kTokensBytes = kTiles * 4 * kFragmentBytes;  // Y or U
   static constexpr int kBadBytes = 2 * kRows * static_cast<int>(sizeof(int32_t));
-  static constexpr int kBarrier = 2 * kStateBytes + 3 * kTokensBytes + kChunk * kVBytes + kBadBytes;
-  static constexpr int kSharedBytes = kBarrier + 16;
+  static constexpr int kY = (kWithOutput ? 2 : 1) * kStateBytes;
+  static constexpr int kOutputBytes = kWithOutput ? kTokensBytes + kChunk * kVBytes : 0;
+  static constexpr int kBad = kY + 2 * kTokensBytes + kOutputBytes;
+  static constexpr int kBarrier = kBad + kBadBytes;
+  static constexpr int kSharedBytes = kBarrier + (kWithOutput ? 16 : 0);
 
   // Shared memory of the exchange, from `base` on.
   unsigned char* base;
 
   __device__ __forceinline__ unsigned char* state(uint32_t parity) const {
-    return base + parity * kStateBytes;
+    return base + (kWithOutput ? parity * kStateBytes : 0);
   }
-  __device__ __forceinline__ unsigned char* y() const { return base + 2 * kStateBytes; }
+  __device__ __forceinline__ unsigned char* y() const { return base + kY; }
   __device__ __forceinline__ unsigned char* u_state() const { return y() + kTokensBytes; }
   __device__ __forceinline__ unsigned char* u_output() const { return u_state() + kTokensBytes; }
   __device__ __forceinline__ unsigned char* output() const { return u_output() + kTokensBytes; }
   // Per row of V the first token from which on it is not finite; for even and odd chunks.
   __device__ __forceinline__ int32_t* first_bad(uint32_t parity) const {
-    return reinterpret_cast<int32_t*>(output() + kChunk * kVBytes) + parity * kRows;
+    return reinterpret_cast<int32_t*>(base + kBad) + parity * kRows;
   }
 
   // "U is there", of each chunk.
@@ -239,7 +244,9 @@ struct Chain {
         bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
       const uint32_t overflow = take_out(update[r], token, parity, r);
-      store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
+      if constexpr (kWithOutput) {
+        store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, j = i % 2;
@@ -256,7 +263,7 @@ struct Chain {
       }
       store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
     }
-    ptx::mbarrier_arrive_expect(update_barrier(), 0);
+    if constexpr (kWithOutput) ptx::mbarrier_arrive_expect(update_barrier(), 0);
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
     const float decay_all = ptx::exp2(last);

@@ -53,4 +53,8 @@ constexpr int64_t chunk_bound(int64_t num_tokens, int64_t num_seqs) {
   return num_tokens / kChunk + num_seqs;
 }
 
+// Places where sequences are cut into segments of `segment` tokens; see segments.cuh. With one
+// segment more for each sequence, all numbers of segments are below the sum.
+constexpr int64_t cut_bound(int64_t num_tokens, int64_t segment) { return num_tokens / segment; }
+
 }  // namespace fastkernels::gdn_prefill

@@ -9,6 +9,25 @@
 
 namespace fastkernels::gdn_prefill {
 
+// Of v the block's `kRows` columns from `column` on, as `copy_keys` the keys.
+template <int kThreads, int kRows, bool kAligned>
+__device__ __forceinline__ void copy_values(unsigned char* tile, const Params& p, uint32_t head,
+                                            uint32_t column, Chunk chunk, uint32_t thread) {
+  constexpr int kVBytes = Chain<kRows>::kVBytes;
+  constexpr int kPieces = kRows / 8, kRound = kThreads / kPieces;  // rows of one round
+  const uint32_t row = thread / kPieces, piece = thread % kPieces;
+  const uint32_t v = ptx::shared_address(tile) + row * kVBytes + 16 * piece;
+  const uint16_t* from = static_cast<const uint16_t*>(p.v) +
+                         (int64_t{chunk.start} + row) * p.v_stride_t + head * p.v_stride_h +
+                         column + 8 * piece;
+#pragma unroll kAligned ? kChunk / kRound : 1
+  for (int i = 0; i < kChunk / kRound; ++i) {
+    copy_piece<kAligned>(v + i * kRound * kVBytes, tile, from,
+                         static_cast<int32_t>(row) + i * kRound < chunk.length);
+    from += kRound * p.v_stride_t;
+  }
+}
+
 // Who makes T, P and the gates of a chunk: every block, for itself; the blocks of a cluster, which
 // have all rows of a head, each every kSlabs-th chunk for all of them, by 8 warps of their own, one
 // round ahead of the chain; or an earlier kernel. The latter two leave them in the workspace.
@@ -61,18 +80,7 @@ struct Sequence {
                                        thread);
     copy_keys<kGroupThreads, kAligned>(to.q, p.q, p.q_stride_t, q_head * p.q_stride_h, chunk,
                                        thread);
-    constexpr int kPieces = kRows / 8, kRound = kGroupThreads / kPieces;  // rows of one round
-    const uint32_t row = thread / kPieces, piece = thread % kPieces;
-    const uint32_t v = ptx::shared_address(to.v) + row * Exchange::kVBytes + 16 * piece;
-    const uint16_t* from = static_cast<const uint16_t*>(p.v) +
-                           (int64_t{chunk.start} + row) * p.v_stride_t + head * p.v_stride_h +
-                           column + 8 * piece;
-#pragma unroll kAligned ? kChunk / kRound : 1
-    for (int i = 0; i < kChunk / kRound; ++i) {
-      copy_piece<kAligned>(v + i * kRound * Exchange::kVBytes, to.v, from,
-                           static_cast<int32_t>(row) + i * kRound < chunk.length);
-      from += kRound * p.v_stride_t;
-    }
+    copy_values<kGroupThreads, kRows, kAligned>(to.v, p, head, column, chunk, thread);
   }
 
   // What the earlier kernel left: tiles as they will lie.
@@ -140,31 +148,39 @@ struct Sequence {
     }
   }
 
-  // The whole kernel: this block's rows through the sequence at its position, `find_part` has both.
-  static __device__ __forceinline__ void enter(const Params& p) {
-    constexpr bool kMakesGates = kMaker != Maker::kKernel;
-    const Own only = load_only(p);
-    const Part part = find_part<kSlabs>(p);
-    Sequence block{p,
-                   ptx::dynamic_shared(),
-                   part.head,
-                   part.q_head,
-                   part.slab * kRows,
-                   kMakesGates ? load_head_value(p.A_log, part.head) : 0.0f,
-                   kMakesGates ? load_head_value(p.dt_bias, part.head) : 0.0f};
-    block.run(only, part.position);
+  static __device__ __forceinline__ void load_state(float (&S)[Exchange::kTiles][4][4],
+                                                    const float* state) {
+    each_pair([&](int r, int j, int i, uint32_t offset) {
+      if constexpr (kAligned) {
+        const float2 pair = *reinterpret_cast<const float2*>(state + offset);
+        S[r][j][i] = pair.x;
+        S[r][j][i + 1] = pair.y;
+      } else {
+        S[r][j][i] = state[offset];
+        S[r][j][i + 1] = state[offset + 1];
+      }
+    });
   }
 
- private:
-  // The sequence at `position`; position 0 where there is none.
-  __device__ __forceinline__ void run(const Own& only, int32_t position) {
-    if (p.num_seqs > 0) {
-      run_sequence(only, position);
-    } else {
-      clear_output(0, p.num_tokens);
+  static __device__ __forceinline__ void store_state(const float (&S)[Exchange::kTiles][4][4],
+                                                     float* new_state) {
+    each_pair([&](int r, int j, int i, uint32_t offset) {
+      if constexpr (kAligned) {
+        *reinterpret_cast<float2*>(new_state + offset) = make_float2(S[r][j][i], S[r][j][i + 1]);
+      } else {
+        new_state[offset] = S[r][j][i];
+        new_state[offset + 1] = S[r][j][i + 1];
+      }
+    });
+  }
+
+  // By all threads, word by word, so that a state keeps its bits. Null is zeros.
+  static __device__ __forceinline__ void copy_state(float* new_state, const float* state) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < kRows * kHeadSize; i += kThreads) {
+      reinterpret_cast<uint32_t*>(new_state)[i] =
+          state == nullptr ? 0u : reinterpret_cast<const uint32_t*>(state)[i];
     }
-    // On every path: a block that ends must not let the next kernel overtake the earlier one.
-    if constexpr (kMaker == Maker::kKernel) ptx::wait_for_dependency();
   }
 
   // What a thread wants first of a sequence, but for what was left in the workspace, is on its way.
@@ -184,101 +200,13 @@ struct Sequence {
     return raw;
   }
 
-  // The one that makes gates, where the block does.
-  static __device__ __forceinline__ bool is_last_warp() {
-    return threadIdx.x / kWarpSize == kChainThreads / kWarpSize - 1;
-  }
-
-  // Of the chain's warps, which have nothing to show to other blocks: the first chunk of a round is
-  // wanted. Every thread of a cluster takes part in a round's barrier.
-  __device__ __forceinline__ void enter_round(int32_t idx, int32_t num_chunks) const {
-    ptx::cluster_wait();
-    if (idx + kSlabs < num_chunks) ptx::cluster_arrive_relaxed();
-  }
-
-  // Of the other warps: this block's chunks, the first of which is on its way.
-  __device__ __forceinline__ void make_chunks(Tokens tokens, int64_t first_number,
-                                              int32_t num_chunks, RawGates raw) const {
-    for (int32_t first = 0; first < num_chunks; first += kSlabs) {
-      const int32_t idx = first + static_cast<int32_t>(column / kRows);
-      if (idx < num_chunks) {
-        const Chunk chunk = chunk_of(tokens, idx);
-        if (first > 0) raw = load_chunk<kAligned>(p, head, q_head, chunk, shared + kMade);
-        make_chunk(p, head, A_log, dt_bias, first_number + idx, chunk.length, raw, shared + kMade);
-      }
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    }
-  }
-
-  __device__ __forceinline__ void run_sequence(const Own& only, int32_t position) {
-    const bool is_only = p.num_seqs == 1;
-    const Tokens guess = {0, is_only ? p.num_tokens : 0};
-    [[maybe_unused]] RawGates raw = load_first(guess);
-    Located at = {0, {0, 0}};
-    if (!is_only) {
-      // What the chunks will exchange is not there yet.
-      at = locate<kThreads>(p, position, reinterpret_cast<int32_t*>(shared + kScratch),
-                            reinterpret_cast<int32_t*>(shared + kExchange));
-    }
-    const int32_t seq = at.seq;
-    const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
-    const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
-    const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
+  // Takes the state through `tokens`, of which there are some, and writes their output. Their
+  // `num_chunks` chunks have the numbers from `first_number` on; what `load_first` loads is on its
+  // way.
+  __device__ __forceinline__ void advance(float (&S)[Exchange::kTiles][4][4], const Tokens& tokens,
+                                          int32_t num_chunks, int64_t first_number,
+                                          RawGates& raw) const {
     const bool is_state_warp = threadIdx.x < kGroupThreads;
-    const float* state = nullptr;
-    if (p.has_state && !is_padding) {
-      state =
-          state_at(static_cast<const float*>(p.state), read, p.state_stride_slot, p.state_stride_h);
-    }
-    float S[Exchange::kTiles][4][4] = {};
-    if (is_state_warp && state != nullptr) {
-      each_pair([&](int r, int j, int i, uint32_t offset) {
-        if constexpr (kAligned) {
-          const float2 pair = *reinterpret_cast<const float2*>(state + offset);
-          S[r][j][i] = pair.x;
-          S[r][j][i + 1] = pair.y;
-        } else {
-          S[r][j][i] = state[offset];
-          S[r][j][i + 1] = state[offset + 1];
-        }
-      });
-    }
-    const Tokens tokens = is_only ? tokens_of(p, only) : at.tokens;
-    const int64_t end = int64_t{tokens.start} + tokens.length;
-    // Tokens of no sequence stand before the first and after the last.
-    if (seq == 0) clear_output(0, tokens.start);
-    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
-    if (is_padding) clear_output(tokens.start, end);
-    const bool is_idle = is_padding || tokens.length == 0;
-    if (is_idle || !(tokens == guess)) finish_copies();
-    if (is_padding) return;
-    float* new_state = nullptr;
-    if (is_slot(write, p.index_words, p.num_slots)) {
-      new_state = state_at(static_cast<float*>(p.new_state), write, p.new_state_stride_slot,
-                           p.new_state_stride_h);
-    }
-    if (tokens.length == 0) {
-      // Word by word, so that a state keeps its bits.
-      if (new_state == nullptr || new_state == state) return;
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < kRows * kHeadSize; i += kThreads) {
-        reinterpret_cast<uint32_t*>(new_state)[i] =
-            state == nullptr ? 0u : reinterpret_cast<const uint32_t*>(state)[i];
-      }
-      return;
-    }
-    if (!(tokens == guess)) raw = load_first(tokens);
-
-    const int32_t num_chunks = (tokens.length - 1) / kChunk + 1;
-    const int64_t first_number = tokens.start / kChunk + int64_t{seq};
-    if constexpr (kClustered) {
-      if (threadIdx.x >= kChainThreads) {
-        make_chunks(tokens, first_number, num_chunks, raw);
-        return;
-      }
-      ptx::cluster_arrive_relaxed();
-    }
     const Exchange chain{shared + kExchange};
     if (!is_state_warp) {
       if constexpr (!kFused) {
@@ -346,17 +274,115 @@ struct Sequence {
       }
       ptx::barrier_sync(kChainBarrier, kChainThreads);
     }
+  }
 
-    if (is_state_warp && new_state != nullptr) {
-      each_pair([&](int r, int j, int i, uint32_t offset) {
-        if constexpr (kAligned) {
-          *reinterpret_cast<float2*>(new_state + offset) = make_float2(S[r][j][i], S[r][j][i + 1]);
-        } else {
-          new_state[offset] = S[r][j][i];
-          new_state[offset + 1] = S[r][j][i + 1];
-        }
-      });
+  // The whole kernel: this block's rows through the sequence at its position, `find_part` has both.
+  static __device__ __forceinline__ void enter(const Params& p) {
+    constexpr bool kMakesGates = kMaker != Maker::kKernel;
+    const Own only = load_only(p);
+    const Part part = find_part<kSlabs>(p);
+    Sequence block{p,
+                   ptx::dynamic_shared(),
+                   part.head,
+                   part.q_head,
+                   part.slab * kRows,
+                   kMakesGates ? load_head_value(p.A_log, part.head) : 0.0f,
+                   kMakesGates ? load_head_value(p.dt_bias, part.head) : 0.0f};
+    block.run(only, part.position);
+  }
+
+ private:
+  // The sequence at `position`; position 0 where there is none.
+  __device__ __forceinline__ void run(const Own& only, int32_t position) {
+    if (p.num_seqs > 0) {
+      run_sequence(only, position);
+    } else {
+      clear_output(0, p.num_tokens);
     }
+    // On every path: a block that ends must not let the next kernel overtake the earlier one.
+    if constexpr (kMaker == Maker::kKernel) ptx::wait_for_dependency();
+  }
+
+  // The one that makes gates, where the block does.
+  static __device__ __forceinline__ bool is_last_warp() {
+    return threadIdx.x / kWarpSize == kChainThreads / kWarpSize - 1;
+  }
+
+  // Of the chain's warps, which have nothing to show to other blocks: the first chunk of a round is
+  // wanted. Every thread of a cluster takes part in a round's barrier.
+  __device__ __forceinline__ void enter_round(int32_t idx, int32_t num_chunks) const {
+    ptx::cluster_wait();
+    if (idx + kSlabs < num_chunks) ptx::cluster_arrive_relaxed();
+  }
+
+  // Of the other warps: this block's chunks, the first of which is on its way.
+  __device__ __forceinline__ void make_chunks(Tokens tokens, int64_t first_number,
+                                              int32_t num_chunks, RawGates raw) const {
+    for (int32_t first = 0; first < num_chunks; first += kSlabs) {
+      const int32_t idx = first + static_cast<int32_t>(column / kRows);
+      if (idx < num_chunks) {
+        const Chunk chunk = chunk_of(tokens, idx);
+        if (first > 0) raw = load_chunk<kAligned>(p, head, q_head, chunk, shared + kMade);
+        make_chunk(p, head, A_log, dt_bias, first_number + idx, chunk.length, raw, shared + kMade);
+      }
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+  }
+
+  __device__ __forceinline__ void run_sequence(const Own& only, int32_t position) {
+    const bool is_only = p.num_seqs == 1;
+    const Tokens guess = {0, is_only ? p.num_tokens : 0};
+    [[maybe_unused]] RawGates raw = load_first(guess);
+    Located at = {0, {0, 0}};
+    if (!is_only) {
+      // What the chunks will exchange is not there yet.
+      at = locate<kThreads>(p, position, reinterpret_cast<int32_t*>(shared + kScratch),
+                            reinterpret_cast<int32_t*>(shared + kExchange));
+    }
+    const int32_t seq = at.seq;
+    const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
+    const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
+    const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
+    const bool is_state_warp = threadIdx.x < kGroupThreads;
+    const float* state = nullptr;
+    if (p.has_state && !is_padding) {
+      state =
+          state_at(static_cast<const float*>(p.state), read, p.state_stride_slot, p.state_stride_h);
+    }
+    float S[Exchange::kTiles][4][4] = {};
+    if (is_state_warp && state != nullptr) load_state(S, state);
+    const Tokens tokens = is_only ? tokens_of(p, only) : at.tokens;
+    const int64_t end = int64_t{tokens.start} + tokens.length;
+    // Tokens of no sequence stand before the first and after the last.
+    if (seq == 0) clear_output(0, tokens.start);
+    if (seq + 1 >= p.num_seqs) clear_output(end, p.num_tokens);
+    if (is_padding) clear_output(tokens.start, end);
+    const bool is_idle = is_padding || tokens.length == 0;
+    if (is_idle || !(tokens == guess)) finish_copies();
+    if (is_padding) return;
+    float* new_state = nullptr;
+    if (is_slot(write, p.index_words, p.num_slots)) {
+      new_state = state_at(static_cast<float*>(p.new_state), write, p.new_state_stride_slot,
+                           p.new_state_stride_h);
+    }
+    if (tokens.length == 0) {
+      if (new_state != nullptr && new_state != state) copy_state(new_state, state);
+      return;
+    }
+    if (!(tokens == guess)) raw = load_first(tokens);
+
+    const int32_t num_chunks = (tokens.length - 1) / kChunk + 1;
+    const int64_t first_number = tokens.start / kChunk + int64_t{seq};
+    if constexpr (kClustered) {
+      if (threadIdx.x >= kChainThreads) {
+        make_chunks(tokens, first_number, num_chunks, raw);
+        return;
+      }
+      ptx::cluster_arrive_relaxed();
+    }
+    advance(S, tokens, num_chunks, first_number, raw);
+    if (is_state_warp && new_state != nullptr) store_state(S, new_state);
   }
 };
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastkernels.core.kernels import Kernel
 from fastkernels.ops._shared.gdn import resolve_scale
 from fastkernels.ops.gdn_prefill.adversarial import STRATA
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
@@ -20,9 +21,11 @@ from fastkernels.ops.gdn_prefill.kernels import (
     KERNELS,
     ChunkCluster,
     ChunkFused,
+    ChunkParallel,
     ChunkSplit,
     Recurrent,
     chunk_bound,
+    cut_bound,
 )
 from fastkernels.ops.gdn_prefill.problem import Inputs
 from fastkernels.ops.gdn_prefill.reference import reference
@@ -43,7 +46,11 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "split-32": ("chunk_split", ChunkSplit(32, 2)),
     "cluster-8": ("chunk_cluster", ChunkCluster(8)),
     "cluster-4": ("chunk_cluster", ChunkCluster(4)),
+    "parallel-32": ("chunk_parallel", ChunkParallel(32, 2)),
+    "parallel-64": ("chunk_parallel", ChunkParallel(64, 4)),
 }
+# Tokens of a segment.
+SEGMENT = {name: 64 * CONFIGS[name][1].segment_chunks for name in ("parallel-32", "parallel-64")}
 Emulate = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -76,12 +83,22 @@ def values_of(inputs: Inputs, output: Tensor, new_state: Tensor, workspace: Tens
     })  # fmt: skip
 
 
+def variant_of(kernel: Kernel, stage: str, aligned: bool) -> str | None:
+    """Of one of a route's launches; the only one of a route counts as its chain."""
+    if len(kernel.variants) == 2:
+        return kernel.variants[0 if aligned else 1] if stage == "chain" else None
+    name = stage if aligned or stage == "scan" else f"{stage}_any"
+    return name if name in kernel.variants else None
+
+
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
     emulator = Emulator(tmp_path_factory.mktemp("emulated"))
 
-    def run(name: str, inputs: Inputs, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Outputs of a config of CONFIGS, over NaN."""
+    def run(
+        name: str, inputs: Inputs, seed: int = 0, left: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of a config of CONFIGS, over NaN. `left`: the workspace after each launch."""
         route, config = CONFIGS[name]
         kernel = KERNEL[route]
         num_tokens, num_v_heads = inputs.v.shape[:2]
@@ -92,18 +109,28 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
             new_state = inputs.state
         else:
             new_state = torch.full((num_seqs, num_v_heads, HEAD_SIZE, HEAD_SIZE), math.nan)
-        entries = chunk_bound(num_tokens, num_seqs) * num_v_heads
-        rows, entry_bytes = kernel.tile(config)
-        memory = torch.full((entries * entry_bytes + 256,), 255, dtype=torch.uint8)
+        rows, entry_bytes, *segments = kernel.tile(config)
+        slabs = HEAD_SIZE // rows
+        chunks = chunk_bound(num_tokens, num_seqs)
+        cuts = cut_bound(num_tokens, segments[0]) if segments else 0
+        size = num_v_heads * (chunks * entry_bytes + (cuts * segments[1] if segments else 0))
+        memory = torch.full((size + 512,), 255, dtype=torch.uint8)
         workspace = memory[-memory.data_ptr() % 256 :]
         params = values_of(inputs, output, new_state, workspace)
         state = new_state if inputs.state is None else inputs.state
         used = (inputs.q, inputs.k, inputs.v, output, state, new_state)
-        blocks = num_v_heads * (HEAD_SIZE // rows) * max(num_seqs, 1)
-        variants = list(kernel.variants)
-        for variant in variants[0 if is_aligned(used) else 1 :: 2]:
-            count = entries if "prepare" in variant else blocks
-            emulator.launch(kernel, config, variant, params, count, seed)
+        blocks = {
+            "prepare": chunks, "transfer": 2 * slabs * cuts, "scan": 8 * min(cuts, num_seqs),
+            "chain": slabs * max(num_seqs + cuts, 1),
+        }  # fmt: skip
+        for stage, count in blocks.items():
+            variant = variant_of(kernel, stage, is_aligned(used))
+            if variant is not None and count > 0:
+                maker, its = kernel.maker(config, variant)
+                emulator.launch(maker, its, variant, params, num_v_heads * count, seed)
+                if left is not None:
+                    left[stage] = workspace[:size].clone()
+        assert bool((workspace[size:] == 255).all()), "wrote beyond the workspace"
         return output, new_state
 
     return run
@@ -120,7 +147,9 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, head_size=HEAD_SIZE, **few)
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-32"]
+)
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     inputs = make_inputs(small(case))
@@ -128,7 +157,9 @@ def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     assert_judged(given, emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-32"]
+)
 @pytest.mark.parametrize("stratum", STRATA)
 def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
     """Inputs that are made to hurt (ops/gdn_prefill/adversarial.py), on few heads."""
@@ -150,7 +181,9 @@ def test_schedules(emulate: Emulate, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-64"]
+)
 def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
     """Sequences are found in tiles of as many as a block has threads; those that a chunk's number
     may belong to, for which there must be a chunk of tokens for each thread, are more than one tile
@@ -171,7 +204,9 @@ OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4", "parallel-32"]
+)
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
 def test_offsets_are_not_trusted(emulate: Emulate, offsets: list[int], name: str) -> None:
     inputs = make_inputs(Case("o", (25, 25, 25, 25), num_q_heads=1, num_v_heads=1, seed=4))
@@ -198,10 +233,13 @@ def test_only_sequence(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
+    """Of several segments where there are some."""
+
     def shifted(t: Tensor) -> Tensor:
         return torch.cat((t.reshape(-1)[:1], t.reshape(-1)))[1:].view(t.shape)
 
-    inputs = make_inputs(Case("shifted", (70, 1), num_q_heads=1, num_v_heads=1, seed=5))
+    length = 70 + 2 * SEGMENT.get(name, 0)
+    inputs = make_inputs(Case("shifted", (length, 1), num_q_heads=1, num_v_heads=1, seed=5))
     assert inputs.state is not None
     inputs = inputs._replace(
         q=shifted(inputs.q), k=shifted(inputs.k), v=shifted(inputs.v), state=shifted(inputs.state)
@@ -209,7 +247,7 @@ def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
     assert_judged(clone(inputs), emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["fused-64", "split-32", "cluster-8"])
+@pytest.mark.parametrize("name", ["fused-64", "split-32", "cluster-8", "parallel-64"])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
 @pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -235,7 +273,9 @@ def test_what_is_not_finite_stays_behind(
         assert torch.equal(output[token + 1 :], clean[0][token + 1 :])
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-64"]
+)
 def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
     """Parallel keys ten times too long, nothing forgotten: each update is some 100 times the one
     before, until bfloat16 cannot hold it."""
@@ -278,7 +318,9 @@ def test_c10_gates_beyond_their_range(
     torch.testing.assert_close(outputs[1], g * before, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4"])
+@pytest.mark.parametrize(
+    "name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4", "parallel-32"]
+)
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""
     inputs = make_inputs(Case("n", (70, 30, 20), num_q_heads=1, num_v_heads=1, seed=8))
@@ -292,11 +334,116 @@ def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     assert torch.equal(new_state[[0, 2]], clean[1][[0, 2]])
 
 
-@pytest.mark.parametrize("name", ["fused-16", "split-32", "cluster-8"])
+@pytest.mark.parametrize("name", ["fused-16", "split-32", "cluster-8", "parallel-64"])
 def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
     """Errors of 40 chunks do not add up, where nearly nothing is forgotten."""
     inputs = make_inputs(Case("slow", (2560,), num_q_heads=1, num_v_heads=1, seed=9, gates="slow"))
     assert_judged(clone(inputs), emulate(name, inputs))
+
+
+# ---- segments side by side ----------------------------------------------------------------------
+
+SEGMENTED = pytest.mark.parametrize("name", SEGMENT)
+
+
+@SEGMENTED
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"state": "none"}, {"mode": "inplace"}, {"mode": "pool"}, {"mode": "pool", "stray": 300},
+     {"layout": "fused", "mode": "pool", "indices": "int64", "offsets": "int32"}],
+    ids=str,
+)  # fmt: skip
+def test_lengths_around_segments(emulate: Emulate, fields: dict[str, Any], name: str) -> None:
+    """A pool has padding sequences of several segments, too."""
+    step = SEGMENT[name]
+    lengths = (step - 1, step, 2 * step, step + 1, 0, 2 * step + 1, 3 * step, 1, 3 * step + 70)
+    case = Case("cuts", lengths, num_q_heads=1, num_v_heads=1, seed=21, **fields)
+    inputs = make_inputs(case)
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+@pytest.mark.parametrize(
+    "stratum",
+    ["no_state", "decay_1", "decay_0", "decays_and_betas_in_turn", "steep_decay", "late_forget",
+     "beta_0", "beta_1", "huge_state", "tiny_state", "mixed_states", "parallel_keys", "long_keys"],
+)  # fmt: skip
+def test_strata_over_segments(emulate: Emulate, stratum: str) -> None:
+    """Several in each sequence, so that transfer matrices are multiplied."""
+    few: dict[str, Any] = {"num_q_heads": 1, "num_v_heads": 1, "head_size": HEAD_SIZE}
+    inputs, _ = STRATA[stratum].draw(2, lengths=(530, 300, 140, 390), **few)
+    assert_judged(clone(inputs), emulate("parallel-32", inputs))
+
+
+@SEGMENTED
+def test_in_place_whatever_runs_first(emulate: Emulate, name: str) -> None:
+    """The last segment's state lies over the one that the first segment starts from."""
+    case = Case("order", (4 * SEGMENT[name], 200), num_q_heads=1, num_v_heads=1, seed=22)
+    inputs = make_inputs(case)
+    want = emulate(name, clone(inputs))
+    for seed in range(4):
+        got = emulate(name, clone(inputs)._replace(inplace=True), seed)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@SEGMENTED
+@pytest.mark.parametrize("lengths", [(1,) * 40 + (900,), (900, *(1,) * 40), (300, 0) * 3])
+def test_more_sequences_than_cuts(emulate: Emulate, lengths: tuple[int, ...], name: str) -> None:
+    inputs = make_inputs(Case("many", lengths, num_q_heads=1, num_v_heads=1, seed=23))
+    assert_judged(clone(inputs), emulate(name, inputs))
+
+
+@SEGMENTED
+@pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_behind_over_segments(
+    emulate: Emulate, argument: str, value: float, name: str
+) -> None:
+    """In the second of four segments: nothing else sees it but what follows, and where it is of v
+    in one column, of that column alone."""
+    step = SEGMENT[name]
+    length = 4 * step
+    inputs = make_inputs(Case("nan", (length, 30), num_q_heads=1, num_v_heads=1, seed=24))
+    clean = emulate(name, inputs)
+    dirty = clone(inputs)
+    token = step + 70
+    getattr(dirty, argument)[token, ..., 3 if argument in "qkv" else slice(None)] = value
+    output, new_state = emulate(name, dirty)
+    touched = torch.zeros(output.shape, dtype=torch.bool)
+    end = token + 1 if argument == "q" else length
+    touched[token:end, :, 3 if argument == "v" else slice(None)] = True
+    assert torch.equal(output[~touched], clean[0][~touched])
+    touched_state = torch.zeros(new_state.shape, dtype=torch.bool)
+    if argument != "q":
+        touched_state[0, :, 3 if argument == "v" else slice(None)] = True
+    assert torch.equal(new_state[~touched_state], clean[1][~touched_state])
+    expected = reference(dirty)
+    assert not output[~expected.output.isfinite()].isfinite().any()
+    assert not new_state[~expected.new_state.isfinite()].isfinite().any()
+    if math.isnan(value):
+        assert not expected.output[touched].isfinite().any()
+
+
+@SEGMENTED
+@pytest.mark.parametrize("gates", ["slow", "keep"])
+@pytest.mark.parametrize("keys", ["unit", "parallel"])
+def test_scan_is_exact(emulate: Emulate, keys: str, gates: str, name: str) -> None:
+    """It adds next to nothing to what the matrices it is given are off by: float64 over the same
+    ones differs by less than a hundredth of that."""
+    left: dict[str, Tensor] = {}
+    length = 6 * SEGMENT[name]
+    case = Case("s", (length,), num_q_heads=1, num_v_heads=1, seed=25, keys=keys, gates=gates)
+    emulate(name, make_inputs(case), left=left)
+
+    def cuts(stage: str) -> Tensor:
+        size = cut_bound(length, SEGMENT[name] // 64) * 2 * HEAD_SIZE**2
+        return left[stage].view(torch.float32)[-size:].view(-1, 2, HEAD_SIZE, HEAD_SIZE)[:-1]
+
+    given, found = cuts("transfer").double(), cuts("scan").double()
+    assert torch.equal(found[0], given[0])
+    S = given[0, 1]
+    for (transfer, end), got in zip(given[1:], found[1:, 1], strict=True):
+        S = S @ transfer + end
+        assert (got - S).norm() <= 1e-5 * S.norm()
 
 
 def test_shared_memory_fits(tmp_path: Path) -> None:

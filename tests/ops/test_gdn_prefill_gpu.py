@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import accumulate, pairwise
@@ -161,9 +161,10 @@ def size_of(inputs: Inputs, route: str) -> int:
 
 @WITH_WORKSPACE
 @MODES
-def test_workspaces(route: str, mode: str) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, (2500, 3, 1100, 4000)], ids=["short", "long"])
+def test_workspaces(route: str, mode: str, lengths: tuple[int, ...]) -> None:
     """Allocated or given, full of NaN before, the same bits; nothing beyond its size is written."""
-    inputs = inputs_of(*LENGTHS, mode=mode, seed=1)
+    inputs = inputs_of(*lengths, mode=mode, seed=1)
     size = size_of(inputs, route)
     assert size > 0
     wanted = prefill(clone(inputs), route)
@@ -220,27 +221,20 @@ def test_c101_scratch_inside_a_graph(route: str) -> None:
 # ---- graphs -------------------------------------------------------------------------------------
 
 
-@ROUTES
-@MODES
-def test_replay_with_other_lengths_and_contents(route: str, mode: str) -> None:
-    """A graph holds sizes, not lengths: one long sequence, many short ones, empty ones, stray
-    tokens, offsets that decrease."""
-    total, num_seqs = 400, 7
-    splits: tuple[tuple[int, ...], ...] = (
-        (57, 57, 57, 57, 57, 57, 58), (394, 1, 1, 1, 1, 1, 1), (0, 0, 0, 400, 0, 0, 0),
-        (1, 63, 64, 65, 127, 80, 0), (5, 5, 5, 5, 5, 5, 5),
-    )  # fmt: skip
-    static = inputs_of(*splits[0], mode=mode, seed=5, **FEW)
-    assert static.cu_seqlens.shape[0] == num_seqs + 1
+def replays(
+    route: str, mode: str, splits: tuple[tuple[int, ...], ...], *offsets: list[int], **heads: int
+) -> Iterator[tuple[Inputs, tuple[Tensor, ...]]]:
+    """What was given to each replay of one graph, and its outputs, which are those of a call."""
+    static = inputs_of(*splits[0], mode=mode, seed=5, **heads)
     graph = torch.cuda.CUDAGraph()
     prefill(clone(static), route)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         captured = prefill(static, route)
-    offsets = [offsets_of(split) for split in splits]
-    offsets.append(torch.tensor([9, 100, 50, 10**12, -5, 400, 399, 400], device="cuda"))
-    for seed, values in enumerate(offsets, 60):
-        given = inputs_of(*splits[0], mode=mode, seed=seed, **FEW)._replace(cu_seqlens=values)
+    every = [offsets_of(split) for split in splits]
+    every += [torch.tensor(values, device="cuda") for values in offsets]
+    for seed, values in enumerate(every, 60):
+        given = inputs_of(*splits[0], mode=mode, seed=seed, **heads)._replace(cu_seqlens=values)
         wanted = prefill(clone(given), route)
         for target, value in zip(static, given, strict=True):
             if isinstance(target, Tensor):
@@ -249,9 +243,38 @@ def test_replay_with_other_lengths_and_contents(route: str, mode: str) -> None:
         captured[0].fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert captured[0].shape[0] == total
         assert_same(captured, wanted)
+        yield given, captured
+
+
+@ROUTES
+@MODES
+def test_replay_with_other_lengths_and_contents(route: str, mode: str) -> None:
+    """A graph holds sizes, not lengths: one long sequence, many short ones, empty ones, stray
+    tokens, offsets that decrease."""
+    splits = (
+        (57, 57, 57, 57, 57, 57, 58), (394, 1, 1, 1, 1, 1, 1), (0, 0, 0, 400, 0, 0, 0),
+        (1, 63, 64, 65, 127, 80, 0), (5, 5, 5, 5, 5, 5, 5),
+    )  # fmt: skip
+    wrong = [9, 100, 50, 10**12, -5, 400, 399, 400]
+    for given, captured in replays(route, mode, splits, wrong, **FEW):
+        assert captured[0].shape[0] == 400
         assert_judged(reference(given), captured)
+
+
+@MODES
+def test_replay_with_other_segments(mode: str) -> None:
+    """Lengths decide on the device where sequences are cut, every 1024 tokens; in place the last
+    segment's state lies over the one that the first segment starts from."""
+    splits = (
+        (1200, 1200, 1200, 1200, 1200), (5996, 1, 1, 1, 1), (0, 3000, 0, 3000, 0),
+        (1023, 1024, 1025, 2048, 880), (1, 3073, 2, 1, 300),
+    )  # fmt: skip
+    wrong = [70, 4000, 3000, 10**12, -5, 6000]
+    for given, captured in replays(
+        "chunk_parallel", mode, splits, wrong, num_q_heads=1, num_v_heads=1
+    ):
+        assert_right(given, captured)
 
 
 # ---- lengths ------------------------------------------------------------------------------------

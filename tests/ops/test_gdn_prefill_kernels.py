@@ -29,6 +29,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
     CHUNK,
     HEAD_SIZE,
     KERNELS,
+    ChunkParallel,
     CuteSplit,
     TritonFused,
     TritonSplit,
@@ -473,6 +474,36 @@ def test_machine_code(kernel: Any, variant: str, arch: str, tmp_path: Path) -> N
     assert int(stack[1]) <= SPILLS[variant], usage.stdout
 
 
+PARALLEL = KERNEL["chunk_parallel"]
+# Blocks an SM that are to fit.
+RESIDENT = {"transfer": 2, "transfer_any": 2, "scan": 1, "chain": 1, "chain_any": 1}
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("variant", RESIDENT)
+def test_parallel_machine_code(variant: str, arch: str, tmp_path: Path) -> None:
+    """Nothing is kept in local memory, as many blocks as planned fit, and launches overlap: all
+    wait (in machine code ACQBULK), all but the last let the next one start (PREEXIT)."""
+    knobs = pytest.importorskip("triton").knobs
+    for rows in (16, 32, 64):
+        binary = toolchain.compile_kernel(PARALLEL, ChunkParallel(rows, 16), arch, variant)
+        file = tmp_path / f"{rows}.cubin"
+        file.write_bytes(binary.cubin)
+
+        def run(option: str, file: Path = file) -> str:
+            command = [knobs.nvidia.cuobjdump.path, option, file]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage, code = run("-res-usage"), run("-sass")
+        found = re.search(r"REG:(\d+) STACK:0 .* LOCAL:0 ", usage)
+        assert found is not None, usage
+        registers = -(-int(found[1]) // 8) * 8  # a warp's are given in units of 256
+        assert registers * binary.threads * RESIDENT[variant] <= 65536
+        assert (binary.shared_bytes + 1024) * RESIDENT[variant] <= 228 * 1024
+        assert "ACQBULK" in code
+        assert ("PREEXIT" in code) == ("chain" not in variant)
+
+
 CUTE = KERNEL["cute_split"]
 
 
@@ -512,16 +543,20 @@ def test_cute_machine_code(config: Any, variant: str, arch: str, tmp_path: Path)
         assert code.count("HGMMA") == ptx.count("wgmma.mma_async")
 
 
-def test_cute_split_takes_prepare_of_chunk_split() -> None:
+BORROWERS = [(CUTE, CuteSplit(2, 64)), (PARALLEL, ChunkParallel(32, 8))]
+
+
+@pytest.mark.parametrize(("kernel", "config"), BORROWERS, ids=lambda x: getattr(x, "name", ""))
+def test_prepare_is_that_of_chunk_split(kernel: Any, config: Any) -> None:
     """It depends on no knob: the same machine code whatever the chain's config is."""
     lender = KERNEL["chunk_split"]
     for variant in ("prepare", "prepare_any"):
-        assert CUTE.maker(CuteSplit(2, 64), variant) == (lender, lender.config)
-        assert toolchain.recipe(CUTE, CuteSplit(2, 64), "sm90", variant) == toolchain.recipe(
+        assert kernel.maker(config, variant) == (lender, lender.config)
+        assert toolchain.recipe(kernel, config, "sm90", variant) == toolchain.recipe(
             lender, lender.config, "sm90", variant
         )
-    assert CUTE.maker(CuteSplit(2, 64), "chain") == (CUTE, CuteSplit(2, 64))
-    assert CUTE.tile(CUTE.config)[1] == lender.tile(lender.config)[1]
+    assert kernel.maker(config, "chain") == (kernel, config)
+    assert kernel.tile(config)[1] == lender.tile(lender.config)[1]
 
 
 if __name__ == "__main__":

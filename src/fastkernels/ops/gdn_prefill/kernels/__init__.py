@@ -17,6 +17,13 @@ it may be launched with programmatic stream serialization; `prepare` may not. Wi
 bound is 0) only `chain` is launched. Variants as above, `prepare_any` and `chain_any` for any
 alignment.
 
+Route `chunk_parallel`, up to four launches over one workspace, which holds the entries of `prepare`
+and behind them `CUT_BYTES` for each cut of each value head. `tile` has two integers more: chunks of
+a segment, and these bytes. Blocks, slabs fastest, with `cuts = cut_bound(num_tokens, ..)`:
+`prepare` as above; `transfer`, of two matrices' rows, `256 / rows * num_v_heads * cuts`; `scan`,
+`8 * num_v_heads * min(cuts, num_seqs)`; `chain`, as above, `cuts` more than there are sequences.
+Launches without a block are left out. All but `prepare` wait by themselves.
+
 Route `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what stands between the two
 launches is bytes in the workspace, so that each may be of another language.
 """
@@ -42,6 +49,11 @@ beta; and whether the chunk is dirty (1 or 0), padded to 256 bytes."""
 def chunk_bound(num_tokens: int, num_seqs: int) -> int:
     """What numbers of chunks stay below; see csrc/gdn_prefill/params.h."""
     return num_tokens // CHUNK + num_seqs
+
+
+def cut_bound(num_tokens: int, segment_chunks: int) -> int:
+    """What numbers of cuts between segments stay below; see csrc/gdn_prefill/params.h."""
+    return num_tokens // (segment_chunks * CHUNK)
 
 
 def workspace_bytes(num_tokens: int, num_seqs: int, num_v_heads: int) -> int:
@@ -137,6 +149,43 @@ class ChunkCluster:
         stages = 2
         return _shared_bytes(self.rows_per_block, stages, pair_stages=stages) + MAKER_BYTES
 
+
+@dataclass(frozen=True)
+class ChunkParallel:
+    """Segments of `segment_chunks` chunks, side by side; a block takes `rows_per_block` rows."""
+
+    rows_per_block: int
+    segment_chunks: int
+
+    # No knob: more stages would leave room for one block of `transfer` an SM, not two.
+    stages: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows_per_block)
+        if self.segment_chunks not in (2, 4, 8, 16, 32, 64, 128):
+            raise ValueError(
+                f"knob 'segment_chunks' is {self.segment_chunks}, expected a power of 2 from 2 to "
+                "128"
+            )
+
+    def shared_bytes(self, variant: str) -> int:
+        rows, stages = self.rows_per_block, self.stages
+        if variant == "scan":
+            return 2 * 2 * (HEAD_SIZE // 16) * 32 * 16 + 128
+        if "chain" in variant:
+            return _shared_bytes(rows, stages, pair_stages=stages)
+        values = CHUNK * (2 * rows + 16)
+        exchange = 2 * rows * HEAD_SIZE + 2 * 2 * rows * CHUNK + 2 * 4 * rows
+        return stages * (KEYS_BYTES + PAIRS_BYTES + values + GATES_BYTES) + exchange + 128
+
+    @staticmethod
+    def threads(variant: str) -> int:
+        return 128 if "transfer" in variant else 256
+
+
+CUT_BYTES = 2 * 4 * HEAD_SIZE * HEAD_SIZE
+"""Of a cut and value head in the workspace of `chunk_parallel`: `kCutBytes` of
+csrc/gdn_prefill/segments.cuh."""
 
 MAKER_BYTES = 2 * KEYS_BYTES + GATES_BYTES + 2 * SYSTEM_BYTES  # of `make_chunk` of prepare.cuh
 PREPARE_SHARED_BYTES = MAKER_BYTES + 128
@@ -256,6 +305,14 @@ KERNELS: tuple[Kernel, ...] = (
         tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
         launch_shape=lambda c, _: (512, c.shared_bytes),
         candidates={"cluster": (4, 8)},
+    ),
+    Kernel(
+        OP, "chunk_parallel", "cuda", ARCHS, ChunkParallel(64, 16), "gdn_prefill/chunk_parallel.cu",
+        tile=lambda c: (c.rows_per_block, PREPARED_BYTES, c.segment_chunks, CUT_BYTES),
+        launch_shape=lambda c, variant: (c.threads(variant), c.shared_bytes(variant)),
+        variants=(*CHUNK_SPLIT.variants, "transfer", "transfer_any", "scan"),
+        lent=dict.fromkeys(("prepare", "prepare_any"), CHUNK_SPLIT),
+        candidates={"rows_per_block": (16, 32, 64), "segment_chunks": (8, 16, 32, 64, 128)},
     ),
     Kernel(
         OP, "cute_split", "cute", ARCHS, CuteSplit(3, 32), "cute_chain.py",

@@ -14,7 +14,7 @@ from fastkernels.core.kernels import Kernel
 from fastkernels.core.problem import ProblemKey
 from fastkernels.core.route import Decline, Route
 from fastkernels.ops._shared.gdn import MIXED_INDICES
-from fastkernels.ops.gdn_prefill.kernels import CHUNK, HEAD_SIZE, KERNELS, chunk_bound
+from fastkernels.ops.gdn_prefill.kernels import CHUNK, HEAD_SIZE, KERNELS, chunk_bound, cut_bound
 from fastkernels.ops.gdn_prefill.problem import Inputs
 
 # Blocks of a grid, tokens, sequences: kernels count them in int32.
@@ -29,17 +29,31 @@ def supports(kernel: Kernel, key: ProblemKey, device: DeviceInfo, config: Any) -
     num_tokens, num_seqs = key.axis("total_seq_len"), key.axis("num_seqs")
     if num_tokens > _MOST - CHUNK:
         return Decline(f"serves total_seq_len <= {_MOST - CHUNK}, got {num_tokens}")
-    rows, entry_bytes = kernel.tile(config)
-    blocks = max(num_seqs, 1) * key.axis("num_v_heads") * (HEAD_SIZE // rows)
-    entries = chunk_bound(num_tokens, num_seqs) * key.axis("num_v_heads") if entry_bytes else 0
-    if max(blocks, entries) > _MOST:
-        return Decline(f"would take {max(blocks, entries)} blocks, a grid has at most {_MOST}")
+    rows, entry_bytes, *_ = kernel.tile(config)
+    heads, slabs = key.axis("num_v_heads"), HEAD_SIZE // rows
+    cuts = _cuts(kernel, num_tokens, config)
+    blocks = max(
+        max(num_seqs + cuts, 1) * heads * slabs,
+        chunk_bound(num_tokens, num_seqs) * heads if entry_bytes else 0,
+        cuts * heads * 2 * slabs,
+    )
+    if blocks > _MOST:
+        return Decline(f"would take {blocks} blocks, a grid has at most {_MOST}")
     return None
 
 
 def workspace_bytes(kernel: Kernel, axes: Mapping[str, int], config: Any) -> int:
-    entries = chunk_bound(axes["total_seq_len"], axes["num_seqs"]) * axes["num_v_heads"]
-    return entries * kernel.tile(config)[1]
+    num_tokens = axes["total_seq_len"]
+    _, entry_bytes, *segments = kernel.tile(config)
+    chunks = chunk_bound(num_tokens, axes["num_seqs"]) * entry_bytes
+    cuts = _cuts(kernel, num_tokens, config) * segments[1] if segments else 0
+    return (chunks + cuts) * axes["num_v_heads"]
+
+
+def _cuts(kernel: Kernel, num_tokens: int, config: Any) -> int:
+    """Between segments; 0 for routes that take every sequence as a whole."""
+    _, _, *segments = kernel.tile(config)
+    return cut_bound(num_tokens, segments[0]) if segments else 0
 
 
 def call(
