@@ -13,10 +13,12 @@ CPU_TORCH := torch==2.13.0
 CPU_TESTS := not (gpu or sm90 or sm100 or multigpu or toolchain or service)
 # Kernels are of no use without a GPU: installing stays quick there, and `make kernels` builds.
 NO_CUDA = $(shell nvidia-smi > /dev/null 2>&1 || echo FASTKERNELS_NO_CUDA=1)
+# A process a core; those of the tuner one after the other, since they time what they run.
+SIDE_BY_SIDE := -n auto --dist worksteal
 SOURCES := find csrc -name "*.cc" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-kernels test-services wheel lint format clean
+.PHONY: help demo test kernels test-kernels test-contest test-services wheel lint format clean
 
 help:
 	@echo 'make demo          install into $(VENV) and show every operator at work'
@@ -24,6 +26,7 @@ help:
 	@echo 'make kernels       build the library of kernels in place; needs no GPU'
 	@echo 'make test-kernels  the same, and the tests that need a toolchain'
 	@echo 'make test-services tests that need a PostgreSQL server and a Chromium (Debian: postgresql, chromium)'
+	@echo 'make test-contest  contest packages under flashinfer-bench, which this brings'
 	@echo 'make wheel         a release wheel in dist/, with every kernel'
 	@echo 'make lint          style, types and import contracts'
 	@echo 'make format        bring the sources into form'
@@ -33,14 +36,20 @@ demo: $(VENV)/.package
 	@$(BIN)/fastkernels demo
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' tests $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' tuner/tests $(PYTEST_ARGS)
 
 # Strict, as a release is: a kernel that does not compile is an error here.
 kernels: $(VENV)/.toolchain
 	@FASTKERNELS_RELEASE=1 $(BIN)/python setup.py --quiet build_kernels --inplace
 
 test-kernels: kernels $(VENV)/.dev
-	@$(BIN)/python -m pytest -m toolchain $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m toolchain $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Without FlashInfer, which it needs to run on a GPU alone.
+test-contest: $(VENV)/.dev
+	@$(PIP) --no-deps flashinfer-bench==0.1.2 safetensors==0.8.0 docstring-parser==0.18.0
+	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' tests/contest $(PYTEST_ARGS)
 
 test-services: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m service tuner/tests $(PYTEST_ARGS)

@@ -1,9 +1,10 @@
-"""The `fastkernels` command: demo, explain, doctor."""
+"""The `fastkernels` command: demo, explain, doctor, pack."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 import torch
@@ -14,6 +15,8 @@ from rich.table import Table
 
 import fastkernels
 from fastkernels import catalog, demo, doctor
+from fastkernels.contest import check as contest
+from fastkernels.contest.package import PackError, pack
 from fastkernels.core import archs, dispatch
 from fastkernels.core.device import named_device
 from fastkernels.errors import ArgumentError, FastkernelsError
@@ -172,6 +175,66 @@ def doctor_command(as_json: bool) -> None:
             table.add_row(escape(f.name), state, escape(f.found), escape(f.cost))
         _console().print(table)
     sys.exit(_WRONG if any(finding.state == "wrong" for finding in findings) else 0)
+
+
+@main.command("pack")
+@click.option("--op", required=True, type=click.Choice([o.name for o in catalog.OPERATORS]))
+@click.option("--arch", required=True, type=click.Choice(list(archs.ARCHS)))
+@click.option("--author", required=True, help="The solution's author.")
+@click.option("--name", required=True, help="The solution's name; another one for other contents.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="A new or empty folder; default: the name."
+)
+@click.option("--embed", is_flag=True, help="Machine code instead of sources: nothing compiles.")
+@click.option("--check", "is_checked", is_flag=True, help="Judge it with flashinfer-bench.")
+@click.option(
+    "--runner", type=click.Choice(contest.RUNNERS), default="isolated", show_default=True,
+    help="The official evaluator's, with --check on a GPU.",
+)  # fmt: skip
+@click.option(
+    "--baseline", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A solution.json that the score divides by; default: a call of FlashInfer.",
+)  # fmt: skip
+def pack_command(
+    op: str,
+    arch: str,
+    author: str,
+    name: str,
+    out: Path | None,
+    embed: bool,
+    is_checked: bool,
+    runner: str,
+    baseline: Path | None,
+) -> None:
+    """Write an operator as a solution of the MLSys 2026 FlashInfer contest.
+
+    config.toml, solution/triton/main.py and solution.json, made of what the operator's table for
+    the architecture names. Exit status 1 if the package cannot be made or does not pass its check.
+    """
+    if is_checked and not contest.available():
+        raise click.UsageError("--check needs flashinfer-bench; pip install 'fastkernels[pack]'")
+    folder = out or Path(name)
+    try:
+        package = pack(op, arch, author, name, embed)
+        package.write(folder)
+        click.echo(f"wrote {', '.join(package.files)} to {folder}")
+        for note in package.notes:
+            click.echo(note)
+        if is_checked:
+            for line in contest.check_build(package):
+                click.echo(line)
+            reason = contest.reason_not_to_run(package)
+            if reason is not None:
+                click.echo(f"not run: {reason}")
+            else:
+                given = json.loads(baseline.read_text("utf-8")) if baseline else None
+                for line in contest.check_run(package, runner, given):
+                    click.echo(line)
+    except (PackError, contest.CheckError) as error:
+        click.echo(f"WRONG: {error}", err=True)
+        sys.exit(_WRONG)
+    except FastkernelsError as error:
+        raise click.UsageError(str(error)) from None
 
 
 if __name__ == "__main__":
