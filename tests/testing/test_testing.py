@@ -13,8 +13,10 @@ import torch
 from fastkernels import catalog, demo
 from fastkernels.core.route import Operator
 from fastkernels.ops._shared.cases import Case
+from fastkernels.ops._shared.compare import official
 from fastkernels.testing import contracts, hostile, timing
 from fastkernels.testing.compare import clone, run_case, same_bits
+from fastkernels.testing.workloads import gdn_forms
 
 DECODE = catalog.operator("gdn_decode")
 AXES = {"batch_size": 3, "seq_len": 1, "num_v_heads": 8, "head_size": 128}
@@ -127,6 +129,29 @@ def test_official_limits_count_on_contest_draws(monkeypatch: pytest.MonkeyPatch)
     assert report.official
     assert any(not error.ok for error in report.official)
     assert not report.ok
+
+
+LOOSE = dataclasses.replace(
+    catalog.operator("moe_fp8_block_scale").spec.tolerances[0],
+    official_abs=0.1, official_rel=0.1, official_share=0.9,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "ok"), [(10, True), (11, False)])
+def test_officially_a_tenth_may_be_wrong(count: int, ok: bool) -> None:
+    want = torch.ones(100)
+    got = want.clone()
+    got[:count] = 2.0
+    assert official(LOOSE, got, want).ok is ok
+
+
+@pytest.mark.parametrize(("got", "want"), [(1.0, math.inf), (-math.inf, math.inf), (math.nan, 1.0)])
+def test_officially_what_is_finite_on_one_side_is_wrong(got: float, want: float) -> None:
+    """Also on the device, where workloads have a judge of their own."""
+    pair = torch.full((4,), got), torch.full((4,), want)
+    assert official(LOOSE, *pair).value == 1.0
+    assert float(gdn_forms._beyond(LOOSE, *pair)) == 1.0
+    assert official(LOOSE, pair[1], pair[1]).ok
 
 
 def test_clone_keeps_strides_and_memory_apart() -> None:

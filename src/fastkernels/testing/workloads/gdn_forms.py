@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastkernels.core.spec import OpSpec, Tolerance
-from fastkernels.ops._shared.compare import Error
+from fastkernels.ops._shared.compare import Error, official_limit
 
 Inputs = TypeVar("Inputs")
 
@@ -107,7 +107,7 @@ class Expected(NamedTuple):
         pairs = zip(limits, self._own(outputs), (self.output, self.state), strict=True)
         shares = torch.stack([_beyond(limit, got, want) for limit, got, want in pairs]).tolist()
         return [
-            Error(limit.output, "official", share, 1.0 - limit.official_share)
+            Error(limit.output, "official", share, official_limit(limit))
             for limit, share in zip(limits, shares, strict=True)
         ]
 
@@ -143,7 +143,7 @@ def _worst(error: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
 
 def _beyond(tolerance: Tolerance, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """The share of elements beyond both official limits, as `_shared.compare.official` counts."""
-    gap = (got.double() - want).abs().nan_to_num(nan=torch.inf)
+    gap = (got.double() - want).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     beyond = (gap / (want.abs() + 1e-8) > tolerance.official_rel) | ~gap.isfinite()
     wrong = beyond & (gap > tolerance.official_abs)
     return wrong.double().mean() if wrong.numel() else gap.new_zeros(())
