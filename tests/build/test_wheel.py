@@ -215,7 +215,7 @@ def test_metadata(wheel_metadata: email.message.Message) -> None:
         "rich<16,>=13",
         "tomli<3,>=2",
     }
-    assert set(wheel_metadata.get_all("Provides-Extra", [])) == {"bench", "dev", "jit"}
+    assert set(wheel_metadata.get_all("Provides-Extra", [])) == {"bench", "dev", "jit", "pack"}
     assert wheel_metadata["Requires-Python"] == ">=3.10"
     assert wheel_metadata["License-Expression"] == "Apache-2.0"
     assert wheel_metadata.get_all("License-File") == ["LICENSE"]
