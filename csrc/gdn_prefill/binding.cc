@@ -121,8 +121,8 @@ Layout LayOut(const Plan& plan, const Params& p) {
   const int64_t heads = p.num_v_heads;
   Layout layout;
   layout.prepare = chunks * heads;
-  // Slabs of rows fastest, then heads, then sequences, or segments; one for stray tokens where
-  // there is no sequence.
+  // Slabs of rows fastest, then heads, then sequences, or numbers of segments; one for stray tokens
+  // where there are none.
   layout.chain = std::max<int64_t>(p.num_seqs + cuts, 1) * heads * slabs;
   layout.transfer = cuts * heads * 2 * slabs;
   layout.scan = std::min<int64_t>(p.num_seqs, cuts) * heads * (kHeadSize / 16);

@@ -4,8 +4,8 @@
 // T, P and the gates of every chunk, variant `transfer` makes A and B of every segment but the last
 // one of each sequence (transfer.cuh; the first one has B alone, from the sequence's own state),
 // `scan` the states at the cuts (scan.cuh), and `chain` takes every segment through the chain with
-// output from its own state on, as `chunk_split` does a sequence. Where no sequence can have two
-// segments, `transfer` and `scan` are not launched. Each launch starts while the one before ends,
+// output from its own state on, as `chunk_split` does a sequence. With fewer tokens than a segment
+// has, `transfer` and `scan` are not launched. Each launch starts while the one before ends,
 // and waits for it before it reads what was left in the workspace: all of it by then, since
 // each launch has a block that waits.
 //
@@ -13,8 +13,8 @@
 //
 // Constraints: head size 128; num_v_heads a multiple of num_q_heads. Blocks: `transfer` 256 / rows
 // a head, `scan` 8, `chain` 128 / rows, fastest, then heads; then numbers of cuts (`transfer`),
-// sequences or, if they are fewer, numbers of cuts (`scan`), numbers of segments (`chain`; one
-// where there is none), see segments.cuh. In place is safe: `transfer` keeps the
+// sequences or, if they are fewer, numbers of cuts (`scan`), numbers of segments (`chain`; at least
+// one), see segments.cuh. In place is safe: `transfer` keeps the
 // state of a sequence of several segments, which the last one overwrites.
 //
 // Macros: FK_TRANSFER, FK_SCAN, FK_CHAIN (1: that variant); FK_ROWS_PER_BLOCK (16, 32, 64);
@@ -55,11 +55,12 @@ struct Block : Sequence<FK_ROWS_PER_BLOCK, kStages, Maker::kKernel, FK_ALIGNED> 
                        part.slab * FK_ROWS_PER_BLOCK, 0.0f, 0.0f}};
     if (p.num_seqs > 0) {
       block.run(part.position);
-    } else {
+    } else if (part.position == 0) {
       block.clear_output(0, p.num_tokens);
     }
-    // On every path: a block that ends must not let the next kernel overtake the earlier ones.
-    ptx::wait_for_dependency();
+    // One block is enough to keep the next kernel from overtaking the earlier ones; others that
+    // have nothing to do make room.
+    if (blockIdx.x == 0) ptx::wait_for_dependency();
   }
 
  private:

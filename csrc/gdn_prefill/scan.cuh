@@ -2,9 +2,11 @@
 // transfer.cuh leaves at each cut; S lies where `state` was. Rows of V are independent: a block
 // takes 16 of a head's through all cuts of its sequence.
 //
-// The products are of bfloat16 halves: x = high + low + at most 2^-17 |x|, and of a product all but
-// low * low is computed, so that a step is off by 2^-15 of |S| |transfer| at most, where the
-// matrices themselves are off by some 2^-9.
+// The products are of three bfloat16 pieces, which together are a float32, and all of them above
+// 2^-27 are computed: a step is off by the rounding of float32 sums, in units of |S| |transfer|.
+// Two pieces (2^-17) would not do: where a segment erases nearly all of a large state, S transfer
+// is smaller by as much, and later segments cannot mend what is left (states of 1e5 that end at 6
+// were off by 4e-2).
 //
 // Each of 8 warps makes 16 columns. So every element of `transfer` is wanted by one lane alone and
 // goes from memory to its registers; which columns and which rows a place in a fragment stands for
@@ -28,16 +30,13 @@ struct Scan {
   static constexpr int kSlabs = kHeadSize / kRows;
   static constexpr int kSteps = kHeadSize / 16;  // of a product
   static constexpr int kOperandBytes = kSteps * 32 * 16;
-  // For even and odd cuts the high and the low half of S as left operands, 16 bytes a lane and
-  // step.
-  static constexpr int kScratch = 2 * 2 * kOperandBytes;
+  static constexpr int kPieces = 3;
+  // For even and odd cuts the pieces of S as left operands, 16 bytes a lane and step.
+  static constexpr int kScratch = 2 * kPieces * kOperandBytes;
   static constexpr int kSharedBytes = kScratch + 128;
 
   // Four rows of two columns in each step.
   using Loaded = float2[kSteps][4];
-  // The same as operands b of two tiles.
-  using Halves = uint32_t[kSteps][2][2];
-
   static __device__ __forceinline__ void enter(const Params& p) {
     const Part part = find_part<kSlabs>(p);
     run(p, part);
@@ -61,21 +60,13 @@ struct Scan {
     }
   }
 
-  // Two values as bfloat16, and what is missing.
-  static __device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {
-    high = ptx::to_bf16x2(x, y);
-    low = ptx::to_bf16x2(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
-  }
-
-  static __device__ __forceinline__ void split(const Loaded& x, Halves& high, Halves& low) {
+  // Two values as bfloat16, what is missing of them, and what then is.
+  static __device__ __forceinline__ void split(float x, float y, uint32_t (&pieces)[kPieces]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const float2(&rows)[4] = x[step];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        split(rows[2 * i].x, rows[2 * i + 1].x, high[step][0][i], low[step][0][i]);
-        split(rows[2 * i].y, rows[2 * i + 1].y, high[step][1][i], low[step][1][i]);
-      }
+    for (int i = 0; i < kPieces; ++i) {
+      pieces[i] = ptx::to_bf16x2(x, y);
+      x -= __uint_as_float(pieces[i] << 16);
+      y -= __uint_as_float(pieces[i] & 0xffff0000u);
     }
   }
 
@@ -116,36 +107,55 @@ struct Scan {
 #pragma unroll
       for (int i = 0; i < 2; ++i) end[i] = ptx::load(rows + 8 * i * kHeadSize);
 
-      auto* operands = reinterpret_cast<uint4*>(shared + idx % 2 * 2 * kOperandBytes) + lane();
-      uint4 high, low;
-      split(S[0].x, S[0].y, high.x, low.x);
-      split(S[1].x, S[1].y, high.y, low.y);
-      split(S[0].z, S[0].w, high.z, low.z);
-      split(S[1].z, S[1].w, high.w, low.w);
-      operands[2 * warp() * kWarpSize] = high;
-      operands[(2 * warp() + 1) * kWarpSize] = low;
+      auto* operands =
+          reinterpret_cast<uint4*>(shared + idx % 2 * kPieces * kOperandBytes) + lane();
+      uint32_t own[4][kPieces];
+      split(S[0].x, S[0].y, own[0]);
+      split(S[1].x, S[1].y, own[1]);
+      split(S[0].z, S[0].w, own[2]);
+      split(S[1].z, S[1].w, own[3]);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        operands[(kPieces * warp() + i) * kWarpSize] =
+            make_uint4(own[0][i], own[1][i], own[2][i], own[3][i]);
+      }
 
-      Halves right_high, right_low;
-      split(next, right_high, right_low);
+      Loaded transfer;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) transfer[step][i] = next[step][i];
+      }
       if (idx + 1 < first.num_cuts) {
         load(next, find_cut(p, number + idx + 1, part.head).transfer);
       }
       __syncthreads();
 
-      // Three sums, since each product waits for the one that it adds to.
-      float sum[3][2][4] = {};
+      // Sums of products of one size; a sum of several waits for itself no longer than one of one.
+      float sum[kPieces][2][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint4 halves[2] = {operands[2 * step * kWarpSize],
-                                 operands[(2 * step + 1) * kWarpSize]};
-        const uint32_t left_high[4] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w};
-        const uint32_t left_low[4] = {halves[1].x, halves[1].y, halves[1].z, halves[1].w};
+        const float2(&x)[4] = transfer[step];
+        uint32_t left[kPieces][4], right[2][2][kPieces];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const uint32_t (&b)[2] = right_high[step][j];
-          ptx::mma_bf16(sum[0][j], left_high, b[0], b[1]);
-          ptx::mma_bf16(sum[1][j], left_low, b[0], b[1]);
-          ptx::mma_bf16(sum[2][j], left_high, right_low[step][j][0], right_low[step][j][1]);
+        for (int i = 0; i < kPieces; ++i) {
+          const uint4 piece = operands[(kPieces * step + i) * kWarpSize];
+          left[i][0] = piece.x, left[i][1] = piece.y, left[i][2] = piece.z, left[i][3] = piece.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          split(x[2 * i].x, x[2 * i + 1].x, right[0][i]);
+          split(x[2 * i].y, x[2 * i + 1].y, right[1][i]);
+        }
+#pragma unroll
+        for (int size = 0; size < kPieces; ++size) {
+#pragma unroll
+          for (int i = 0; i <= size; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              ptx::mma_bf16(sum[size][j], left[i], right[j][0][size - i], right[j][1][size - i]);
+            }
+          }
         }
       }
 #pragma unroll

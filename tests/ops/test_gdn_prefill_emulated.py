@@ -30,7 +30,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
 from fastkernels.ops.gdn_prefill.problem import Inputs
 from fastkernels.ops.gdn_prefill.reference import reference
 from fastkernels.testing.compare import clone
-from tests.emulator import Emulator, is_aligned, params_of
+from tests.emulator import Emulator, is_aligned, params_of, shared_folder
 
 pytestmark = pytest.mark.toolchain
 
@@ -93,7 +93,7 @@ def variant_of(kernel: Kernel, stage: str, aligned: bool) -> str | None:
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    emulator = Emulator(tmp_path_factory.mktemp("emulated"))
+    emulator = Emulator(shared_folder(tmp_path_factory))
 
     def run(
         name: str, inputs: Inputs, seed: int = 0, left: dict[str, Tensor] | None = None
@@ -444,6 +444,29 @@ def test_scan_is_exact(emulate: Emulate, keys: str, gates: str, name: str) -> No
     for (transfer, end), got in zip(given[1:], found[1:, 1], strict=True):
         S = S @ transfer + end
         assert (got - S).norm() <= 1e-5 * S.norm()
+
+
+@SEGMENTED
+def test_what_a_segment_erases_does_not_come_back(emulate: Emulate, name: str) -> None:
+    """A state of 3e4 in one direction, which keys leave alone in the first segment and overwrite
+    with g near 1 from then on: of its transfer little is left, and no later key would mend it."""
+    segment, rng = SEGMENT[name], torch.Generator().manual_seed(27)
+    length = 4 * segment + 70
+    inputs = make_inputs(Case("e", (length,), num_q_heads=1, num_v_heads=1, seed=27))
+    half = HEAD_SIZE // 2
+    direction = torch.nn.functional.normalize(torch.randn(half, generator=rng), dim=0)
+    k = torch.randn(length, 1, HEAD_SIZE, generator=rng)
+    k[..., :half] = 0.0
+    k = torch.nn.functional.normalize(k, dim=-1)
+    k[segment::2] = torch.cat([direction, torch.zeros(half)])
+    S = torch.zeros(1, 1, HEAD_SIZE, HEAD_SIZE)
+    S[..., :half] = 3e4 * torch.randn(HEAD_SIZE, 1, generator=rng) * direction.bfloat16().float()
+    inputs = inputs._replace(
+        k=k.bfloat16(), state=S, A_log=torch.zeros_like(inputs.A_log),
+        a=torch.full_like(inputs.a, -8.0), b=torch.full_like(inputs.b, 1.0),
+    )  # fmt: skip
+    pristine = clone(inputs)
+    assert_judged(pristine, emulate(name, inputs))
 
 
 def test_shared_memory_fits(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class ChunkParallel:
     def shared_bytes(self, variant: str) -> int:
         rows, stages = self.rows_per_block, self.stages
         if variant == "scan":
-            return 2 * 2 * (HEAD_SIZE // 16) * 32 * 16 + 128
+            return 2 * 3 * (HEAD_SIZE // 16) * 32 * 16 + 128
         if "chain" in variant:
             return _shared_bytes(rows, stages, pair_stages=stages)
         values = CHUNK * (2 * rows + 16)
