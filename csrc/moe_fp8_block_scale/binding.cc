@@ -10,6 +10,7 @@
 #include "common/served.h"
 #include "common/tensor.h"
 #include "moe_fp8_block_scale/params.h"
+#include "moe_fp8_block_scale/tensor_map.h"
 
 namespace fastkernels::moe_fp8_block_scale {
 namespace {
@@ -23,10 +24,16 @@ enum : int { kRoute = 0, kList = 2, kGemm1 = 3, kGemm2 = 5, kCombine = 7 };
 
 // ops/moe_fp8_block_scale/kernels/__init__.py says what it means.
 struct Tile {
-  int64_t rows, tokens, outs, blocks;
+  int64_t rows, tokens, outs, blocks, cluster, chunk, partial_bytes;
 
   explicit Tile(const Plan& plan)
-      : rows(plan.tile[0]), tokens(plan.tile[1]), outs(plan.tile[2]), blocks(plan.tile[3]) {}
+      : rows(plan.tile[0]),
+        tokens(plan.tile[1]),
+        outs(plan.tile[2]),
+        blocks(plan.tile[3]),
+        cluster(plan.tile[4]),
+        chunk(plan.tile[5]),
+        partial_bytes(plan.tile[6]) {}
 };
 
 constexpr int64_t kColumns = 512, kScaled = 32, kGroups = 8;
@@ -153,8 +160,16 @@ bool Prepare(const Call& call, bool is_checked, Params* p, Suited* suited) {
   return true;
 }
 
+// `product`: what a kernel in CUDA, which only products are, is given beside.
 void LaunchOne(const Plan& plan, int variant, int64_t blocks, CUstream stream, Params* p,
-               bool is_dependent) {
+               bool is_dependent, ProductParams* product = nullptr) {
+  const Grid grid{static_cast<uint32_t>(blocks), 1, 1};
+  if (plan.variants[variant].arguments == Arguments::kStruct) {
+    product->params = *p;
+    void* one = product;
+    Launch(plan, plan.variants[variant], grid, stream, &one, is_dependent);
+    return;
+  }
   void* scratch = nullptr;
   void* arguments[] = {&p->logits,
                        &p->bias,
@@ -199,21 +214,39 @@ void LaunchOne(const Plan& plan, int variant, int64_t blocks, CUstream stream, P
                        &p->factor,
                        &scratch,
                        &scratch};
-  const Grid grid{static_cast<uint32_t>(blocks), 1, 1};
   Launch(plan, plan.variants[variant], grid, stream, arguments, is_dependent);
 }
 
-// `workspace_bytes` of ops/moe_fp8_block_scale/kernels/__init__.py.
-int64_t WorkspaceBytes(const Params& p) {
-  const int64_t slots = p.slots, list = 4 * slots;
-  int64_t total = 0;
-  for (int64_t size :
-       {list, list, list, list, int64_t{4} * kMaxLocal, 4 * slots * (p.intermediate_size / kScaled),
-        slots * 2 * p.intermediate_size, 4 * slots * p.hidden_size}) {
-    total += (size + 255) / 256 * 256;
+// The workspace, by `regions` of ops/moe_fp8_block_scale/kernels/__init__.py.
+struct Regions {
+  enum : int { kSlotExpert, kSlotWeight, kSlotRow, kRowSlot, kCounts, kScales, kCodes, kPartials };
+  int64_t at[kPartials + 2];  // the last one: all bytes
+
+  Regions(const Params& p, int64_t partial_bytes) {
+    const int64_t slots = p.slots, list = 4 * slots;
+    int64_t total = 0;
+    int region = 0;
+    for (int64_t size : {list, list, list, list, int64_t{4} * kMaxLocal,
+                         4 * slots * (p.intermediate_size / kScaled),
+                         slots * 2 * p.intermediate_size, partial_bytes * slots * p.hidden_size}) {
+      at[region++] = total;
+      total += (size + 255) / 256 * 256;
+    }
+    at[region] = total;
   }
-  return total;
-}
+
+  int64_t bytes() const { return at[kPartials + 1]; }
+
+  void Fill(void* workspace, ProductParams* product) const {
+    auto of = [&](int region) { return static_cast<char*>(workspace) + at[region]; };
+    product->slot_weight = reinterpret_cast<const float*>(of(kSlotWeight));
+    product->row_slot = reinterpret_cast<const int32_t*>(of(kRowSlot));
+    product->counts = reinterpret_cast<const int32_t*>(of(kCounts));
+    product->scales = reinterpret_cast<float*>(of(kScales));
+    product->codes = reinterpret_cast<unsigned char*>(of(kCodes));
+    product->partials = reinterpret_cast<uint32_t*>(of(kPartials));
+  }
+};
 
 // A base that a chunk's first token is `count` strides away from; null stays null.
 void Advance(const void** base, int64_t count, int64_t stride, int64_t bytes) {
@@ -221,8 +254,8 @@ void Advance(const void** base, int64_t count, int64_t stride, int64_t bytes) {
 }
 
 // The part of a call that starts at a token.
-Params ChunkOf(Params p, int64_t first) {
-  p.num_tokens = static_cast<int32_t>(std::min(p.num_tokens - first, kChunk));
+Params ChunkOf(Params p, int64_t first, int64_t chunk) {
+  p.num_tokens = static_cast<int32_t>(std::min(p.num_tokens - first, chunk));
   Advance(&p.logits, first, p.logits_stride_t, 4);
   Advance(&p.topk_ids, first, p.ids_stride_t, 4);
   Advance(&p.topk_weights, first, p.weights_stride_t, 4);
@@ -232,32 +265,53 @@ Params ChunkOf(Params p, int64_t first) {
   return p;
 }
 
+// Blocks of a product with so many tiles: whole clusters, at most those that the device has room
+// for.
+int64_t ProductBlocks(int64_t tiles, const Tile& tile, const Device& device) {
+  return std::min(tiles, device.num_sms * tile.blocks / tile.cluster) * tile.cluster;
+}
+
 // False: nothing was launched.
-bool LaunchPlan(const Plan& plan, Params* p, const Suited& suited, const Call& call) {
+bool LaunchPlan(const Plan& plan, Params* p, Suited suited, const Call& call) {
   if (p->num_tokens == 0) return true;
   const Tile tile(plan);
   const DLDevice device_id = call.x->device;
   const Device& device = Device::Get(device_id.device_id);
   auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device_id.device_id));
-  p->slots = static_cast<int32_t>(std::min(int64_t{p->num_tokens}, kChunk)) * p->topk;
+  p->slots = static_cast<int32_t>(std::min(int64_t{p->num_tokens}, tile.chunk)) * p->topk;
   const int64_t blocks_of_token = (p->hidden_size + kColumns - 1) / kColumns;
-  if (blocks_of_token > kMaxInt32 / kChunk) return false;
+  if (blocks_of_token > kMaxInt32 / tile.chunk) return false;
   Scratch scratch;
-  if (!scratch.Get(call.workspace, WorkspaceBytes(*p), device_id)) return false;
+  const Regions regions(*p, tile.partial_bytes);
+  if (!scratch.Get(call.workspace, regions.bytes(), device_id)) return false;
   p->workspace = scratch.pointer();
   ContextGuard guard(device);
-  for (int64_t first = 0; first < p->num_tokens; first += kChunk) {
-    Params chunk = ChunkOf(*p, first);
+  ProductParams first_product = {}, second_product = {};
+  if (plan.variants[kGemm1].arguments == Arguments::kStruct) {
+    const int64_t num_local = p->num_local, hidden = p->hidden_size, size = p->intermediate_size;
+    suited.gemm1 = suited.gemm1 && DescribeWeights({p->w13, num_local, 2 * size, hidden,
+                                                    p->w13_stride_e, p->w13_stride_n},
+                                                   &first_product);
+    suited.gemm2 = suited.gemm2 &&
+                   DescribeWeights({p->w2, num_local, hidden, size, p->w2_stride_e, p->w2_stride_n},
+                                   &second_product);
+    for (ProductParams* each : {&first_product, &second_product}) {
+      regions.Fill(p->workspace, each);
+    }
+  }
+  for (int64_t first = 0; first < p->num_tokens; first += tile.chunk) {
+    Params chunk = ChunkOf(*p, first, tile.chunk);
     const int64_t slots = int64_t{chunk.num_tokens} * p->topk;
     // `tiles_bound` of kernels/__init__.py.
     const int64_t tiles = slots / tile.tokens + std::min(int64_t{p->num_local}, slots);
-    const int64_t most = device.num_sms * tile.blocks;
+    const int64_t columns = p->intermediate_size / tile.rows;
+    const int64_t outs = (p->hidden_size + tile.outs - 1) / tile.outs;
     LaunchOne(plan, kRoute + !suited.route, chunk.num_tokens, stream, &chunk, first > 0);
     LaunchOne(plan, kList, p->num_local, stream, &chunk, true);
-    LaunchOne(plan, kGemm1 + !suited.gemm1,
-              std::min(tiles * (p->intermediate_size / tile.rows), most), stream, &chunk, true);
-    LaunchOne(plan, kGemm2 + !suited.gemm2, std::min(tiles * (p->hidden_size / tile.outs), most),
-              stream, &chunk, true);
+    LaunchOne(plan, kGemm1 + !suited.gemm1, ProductBlocks(tiles * columns, tile, device), stream,
+              &chunk, true, &first_product);
+    LaunchOne(plan, kGemm2 + !suited.gemm2, ProductBlocks(tiles * outs, tile, device), stream,
+              &chunk, true, &second_product);
     LaunchOne(plan, kCombine + !suited.combine, chunk.num_tokens * blocks_of_token, stream, &chunk,
               true);
   }

@@ -10,7 +10,6 @@ constexpr int kBlock = 128;  // columns of a scale; rows and columns of a weight
 constexpr int kMaxExperts = 256;
 constexpr int kMaxLocal = 256;
 constexpr int kMaxTopk = 16;
-constexpr int64_t kChunk = 8192;  // tokens of a pass at most
 
 // Strides count elements, those of `topk_ids` words of 4 bytes.
 struct Params {
@@ -48,6 +47,27 @@ struct Params {
   int32_t offset;    // the first local expert
   int32_t id_words;  // of an element of topk_ids: 1 or 2, 0 where logits are given instead
   double factor;     // of weights that are computed here
+};
+
+// A CUtensorMap, as the driver encodes it.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// What a product of wgmma_grouped is given.
+struct ProductParams {
+  // Of its weights, as one matrix of all experts' rows: 64 rows of kBlock bytes in the 128-byte
+  // swizzle. Of no meaning where they are copied byte by byte.
+  TensorMap weights;
+  int32_t expert_rows;  // from an expert's first row to the next one's
+  // Regions of the workspace: `regions` of ops/moe_fp8_block_scale/kernels/__init__.py.
+  const float* slot_weight;
+  const int32_t* row_slot;
+  const int32_t* counts;
+  float* scales;
+  unsigned char* codes;
+  uint32_t* partials;
+  Params params;
 };
 
 }  // namespace fastkernels::moe_fp8_block_scale

@@ -8,28 +8,46 @@ seed, asynchronous copies land as early or as late as they may), and says nothin
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fastkernels.core import toolchain
 from fastkernels.core.kernels import Kernel, csrc_folder
 
 HERE = Path(__file__).parent
-C_TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
-FIELD = re.compile(r"^  (?:const )?(void|int32_t|int64_t|float)(\*?) ([\w, ]+);", re.MULTILINE)
+C_TYPES = {
+    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}  # fmt: skip
+FIELD = re.compile(
+    r"^  (?:const )?(void|int32_t|int64_t|float|double)(\*?) ([\w, ]+);", re.MULTILINE
+)
 
 
 def compile_kernel(kernel: Kernel, config: Any, variant: str, folder: Path) -> Any:
     """The kernel as a C function `(params, blocks, threads, seed)`."""
     # What nvcc is told, without the architecture.
     flags = toolchain._nvcc_flags(kernel, config, "sm90", variant)
-    name = re.sub(r"\W+", "-", f"{kernel.name}-{config}-{variant}")
+    name = re.sub(r"\W+", "-", f"{kernel.op}-{kernel.name}-{config}-{variant}")
     target = folder / f"{name}.so"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(kernel, flags, target)
+    return ctypes.CDLL(str(target)).emulate
+
+
+def _compile(kernel: Kernel, flags: Sequence[str], target: Path) -> None:
+    part = target.with_suffix(".part")
     command: list[str | Path] = [
         "g++", "-std=c++17", "-O2", "-shared", "-fPIC",
         "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-unused-variable",
@@ -39,11 +57,19 @@ def compile_kernel(kernel: Kernel, config: Any, variant: str, folder: Path) -> A
         f"-DEMULATED_KERNEL={kernel.op}_{kernel.name}",
         "-I", HERE, "-I", csrc_folder(),
         "-isystem", toolchain.cuda_include(toolchain.find_nvcc()),
-        "-o", target, HERE / "kernel.cc",
+        "-o", part, HERE / "kernel.cc",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(target)).emulate
+    part.replace(target)
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of a test run: what one has compiled the others load."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def params_of(op: str, values: dict[str, Any]) -> ctypes.Structure:

@@ -430,7 +430,16 @@ T __shfl_up_sync(unsigned, T x, unsigned delta) {
 
 template <typename T>
 T __shfl_sync(unsigned, T x, int source) {
-  return emulator_shuffle("shfl.idx", x, [source](int) { return source & 31; });
+  struct Lane {
+    T value;
+    int source;
+  } operand{x, source & 31};
+  emulator::Together("shfl.idx", operand, [](Lane** lanes) {
+    T values[emulator::kWarp];
+    for (int i = 0; i < emulator::kWarp; ++i) values[i] = lanes[i]->value;
+    for (int i = 0; i < emulator::kWarp; ++i) lanes[i]->value = values[lanes[i]->source];
+  });
+  return operand.value;
 }
 
 inline unsigned __ballot_sync(unsigned, bool predicate) {
@@ -444,6 +453,15 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(both >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  }
+  return result;
+}
 
 inline int atomicMin(int* address, int value) {
   const int before = *address;

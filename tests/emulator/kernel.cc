@@ -14,8 +14,14 @@ using std::min;
 #define FK_CLUSTER 1
 #endif
 
-extern "C" void emulate(const EMULATED_NAMESPACE::Params* p, uint32_t blocks, uint32_t threads,
-                        uint32_t seed) {
+// `p` is the struct that the kernel takes.
+template <typename Params>
+void emulate_with(void (*kernel)(Params), const void* p, uint32_t blocks, uint32_t threads,
+                  uint32_t seed) {
   emulator::Launch(dim3(blocks, 1, 1), threads, FK_CLUSTER, seed,
-                   [p] { EMULATED_NAMESPACE::EMULATED_KERNEL(*p); });
+                   [=] { kernel(*static_cast<const Params*>(p)); });
+}
+
+extern "C" void emulate(const void* p, uint32_t blocks, uint32_t threads, uint32_t seed) {
+  emulate_with(EMULATED_NAMESPACE::EMULATED_KERNEL, p, blocks, threads, seed);
 }

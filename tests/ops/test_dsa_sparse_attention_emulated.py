@@ -23,7 +23,7 @@ from fastkernels.ops.dsa_sparse_attention.kernels import (
 )
 from fastkernels.ops.dsa_sparse_attention.problem import Inputs
 from fastkernels.ops.dsa_sparse_attention.reference import reference
-from tests.emulator import Emulator, is_aligned, params_of
+from tests.emulator import Emulator, is_aligned, params_of, shared_folder
 
 pytestmark = pytest.mark.toolchain
 
@@ -65,7 +65,7 @@ def values_of(inputs: Inputs, output: Tensor, lse: Tensor) -> Any:
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    emulator = Emulator(tmp_path_factory.mktemp("emulated"))
+    emulator = Emulator(shared_folder(tmp_path_factory))
 
     def run(name: str, inputs: Inputs, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Outputs of a config of CONFIGS, over NaN."""

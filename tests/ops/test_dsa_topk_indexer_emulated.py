@@ -31,7 +31,7 @@ from fastkernels.ops.dsa_topk_indexer.kernels import (
 from fastkernels.ops.dsa_topk_indexer.problem import Inputs
 from fastkernels.ops.dsa_topk_indexer.reference import reference
 from fastkernels.ops.dsa_topk_indexer.spec import PAGE_BYTES, PAGE_KEY_BYTES, PAGE_SIZE
-from tests.emulator import Emulator, is_aligned, params_of
+from tests.emulator import Emulator, is_aligned, params_of, shared_folder
 
 pytestmark = pytest.mark.toolchain
 
@@ -68,7 +68,7 @@ def values_of(inputs: Inputs, output: Tensor, workspace: Tensor | None) -> Any:
 
 @pytest.fixture(scope="module")
 def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    emulator = Emulator(tmp_path_factory.mktemp("emulated"))
+    emulator = Emulator(shared_folder(tmp_path_factory))
 
     def run(name: str, inputs: Inputs, seed: int = 0, output: Tensor | None = None) -> Tensor:
         """The output of a config of CONFIGS, over junk."""

@@ -33,7 +33,7 @@ from fastkernels.ops.moe_fp8_block_scale.inputs import (
     make_inputs,
     make_weights,
 )
-from fastkernels.ops.moe_fp8_block_scale.kernels import CHUNK, KERNELS
+from fastkernels.ops.moe_fp8_block_scale.kernels import CHUNK, KERNELS, LONG_CHUNK
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs
 from fastkernels.ops.moe_fp8_block_scale.reference import reference
 from fastkernels.testing.compare import run_case, same_bits
@@ -50,6 +50,18 @@ def library() -> None:
     """These tests are about the library: where there is none, they fail."""
     state = extension.state()
     assert state.status == "ok", state.found
+
+
+@pytest.fixture(autouse=True)
+def route_is_for_this_device(request: pytest.FixtureRequest) -> None:
+    """Not every route has code for every architecture."""
+    found = (
+        OPERATOR.route(request.getfixturevalue("route"))
+        if "route" in request.fixturenames
+        else None
+    )
+    if found is not None and named_device("cuda").arch not in found.archs:
+        pytest.skip(f"{found.name} is for {', '.join(found.archs)}")
 
 
 def inputs_of(weights: Weights | None = None, **fields: Any) -> Inputs:
@@ -116,13 +128,39 @@ def test_the_definitions_sizes(route: str, seq_len: int, full_weights: Weights) 
         assert_right(inputs, call(inputs, route))
 
 
+@pytest.mark.parametrize(
+    "config", [config for route, config in SWEPT if route.name == "wgmma_grouped"]
+)
+@pytest.mark.parametrize("seq_len", [901, 2048, 17000])
+def test_many_tokens(seq_len: int, config: Any, full_weights: Weights) -> None:
+    """Against the other compiled route, where the oracle would take minutes; 17000 are two chunks.
+    Both are off by what C and partial outputs are rounded to."""
+    case = Case("many", seq_len, seed=seq_len)
+    found = OPERATOR.route("wgmma_grouped")
+    assert found is not None
+    decline = found.declines(
+        key_from_axes(OPERATOR.spec, case.axes, named_device("cuda"), case.mode), config
+    )
+    if decline is not None:
+        pytest.skip(decline.reason)
+    inputs = make_inputs(case, "cuda", full_weights)
+    got = call(inputs, "wgmma_grouped", config).float()
+    want = call(inputs, "triton_grouped").float()
+    assert got.isfinite().all()
+    has_output = want.norm(dim=1) > 0
+    assert not got[~has_output].any()
+    error = (got - want).norm(dim=1)[has_output] / want.norm(dim=1)[has_output]
+    assert float(error.max()) < 5e-3
+    assert float(error.square().mean().sqrt()) < 3e-3
+
+
 @ROUTES
 def test_tokens_are_the_same_among_others(route: str, full_weights: Weights) -> None:
     """C73: one token repeated, to the bit, whatever tile, chunk or number of tokens it is in."""
     alone = make_inputs(Case("alone", 1, seed=3), "cuda", full_weights)
     wanted = call(alone, route)
     assert_right(alone, wanted)
-    for count in (2, 129, 255, 256, 257, 513, CHUNK + 3):
+    for count in (2, 129, 255, 256, 257, 513, CHUNK + 3, LONG_CHUNK + 3):
         assert alone.routing_logits is not None
         many = alone._replace(
             routing_logits=alone.routing_logits.expand(count, -1).contiguous(),

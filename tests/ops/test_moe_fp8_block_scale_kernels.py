@@ -20,7 +20,7 @@ from fastkernels.core.extension import LaunchFailed
 from fastkernels.core.problem import key_from_axes
 from fastkernels.core.route import ShortWay
 from fastkernels.ops.moe_fp8_block_scale.inputs import CORNER, CORRECTNESS, SMALL, Case, make_inputs
-from fastkernels.ops.moe_fp8_block_scale.kernels import KERNELS
+from fastkernels.ops.moe_fp8_block_scale.kernels import KERNELS, WgmmaGrouped
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs, bind
 from fastkernels.ops.moe_fp8_block_scale.routes import library as routes
 from fastkernels.ops.moe_fp8_block_scale.spec import SPEC
@@ -240,6 +240,8 @@ def test_memory_that_is_shared_goes_the_long_way() -> None:
         ({"num_experts": 512}, "logits", "serves num_experts <= 256, got 512"),
         ({"num_experts": 512}, "precomputed", None),
         ({"topk": 17}, "logits", "serves topk <= 16, got 17"),
+        ({"intermediate_size": 2**23}, "logits",
+         "serves intermediate_size <= 4129760, got 8388608"),
     ],
 )  # fmt: skip
 def test_geometries(axes: dict[str, int], mode: str, words: str | None) -> None:
@@ -247,6 +249,23 @@ def test_geometries(axes: dict[str, int], mode: str, words: str | None) -> None:
     key = key_from_axes(SPEC, sizes, named_device("h200"), mode)
     decline = routes.supports(key, key.device, KERNELS[0].config)
     assert (None if decline is None else decline.reason) == words
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (2048, None),
+        (1024, None),
+        (896, "serves intermediate_size >= 1024 with 1 code, got 896"),
+    ],
+)
+def test_one_code_is_for_long_rows(size: int, words: str | None) -> None:
+    """Of few columns the rounding of one code does not average out."""
+    axes = {"seq_len": 5} | SPEC.constants | {"intermediate_size": size}
+    key = key_from_axes(SPEC, axes, named_device("h200"), "logits")
+    decline = routes.supports(key, key.device, WgmmaGrouped(128, 2, 1))
+    assert (None if decline is None else decline.reason) == words
+    assert routes.supports(key, key.device, WgmmaGrouped(128, 2, 2)) is None
 
 
 def test_what_a_plan_is_remembered_by() -> None:

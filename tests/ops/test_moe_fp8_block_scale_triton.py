@@ -27,6 +27,7 @@ from fastkernels.ops.moe_fp8_block_scale.kernels import (
     ALIGNMENT,
     KERNELS,
     TritonGrouped,
+    WgmmaGrouped,
     regions,
     rounded,
     tiles_bound,
@@ -49,12 +50,14 @@ BLOCKS = 5  # of the persistent stages, so that each takes several tiles
 
 @dataclass(frozen=True)
 class Trial:
-    """One drawing of inputs, for each of `configs`; `chunk`: tokens of a pass at most."""
+    """One drawing of inputs, for each of `configs`; `chunk`: tokens of a pass at most; `is_half`:
+    partial outputs are made bfloat16 before they are combined."""
 
     name: str
     stratum: Stratum
     configs: tuple[TritonGrouped, ...]
     chunk: int = declared.CHUNK
+    is_half: bool = False
 
 
 # ---- changes of inputs --------------------------------------------------------------------------
@@ -104,10 +107,11 @@ def drawn(
     *configs: TritonGrouped,
     change: Change | None = None,
     chunk: int = declared.CHUNK,
+    is_half: bool = False,
     **fields: Any,
 ) -> Trial:
     case = Case(name, seq_len, **fields)
-    return Trial(name, Stratum(case, change), configs or (WIDE,), chunk)
+    return Trial(name, Stratum(case, change), configs or (WIDE,), chunk, is_half)
 
 
 def listed(name: str, *configs: TritonGrouped, **fields: Any) -> Trial:
@@ -160,6 +164,8 @@ TRIALS = (
     drawn("odd-groups", 5, seed=37, **{**SMALL, "num_experts": 33, "num_groups": 3,
           "topk_groups": 2}),
     drawn("chunks", 11, seed=38, chunk=4, **SMALL),
+    drawn("half", 5, seed=42, is_half=True, logits="all_local", **SMALL),
+    drawn("half-odd", 3, seed=43, is_half=True, **{**SMALL, "hidden_size": 640}),
     drawn("chunks-precomputed", 7, seed=39, chunk=4, mode="precomputed", layout="strided",
           **SMALL),
 )  # fmt: skip
@@ -193,7 +199,13 @@ def mend_codes() -> None:
 
 
 def launch(
-    module: Any, inputs: Inputs, output: Any, config: TritonGrouped, workspace: Any, slots: int
+    module: Any,
+    inputs: Inputs,
+    output: Any,
+    config: TritonGrouped,
+    workspace: Any,
+    slots: int,
+    is_half: bool,
 ) -> None:
     """The launcher's arguments and grids, for one chunk."""
     x = inputs
@@ -216,9 +228,16 @@ def launch(
         "list": num_local,
         "gemm1": min(tiles * (intermediate_size // config.rows), BLOCKS),
         "gemm2": min(tiles * (hidden_size // config.outs), BLOCKS),
-        "combine": num_tokens * -(-hidden_size // declared.COLUMNS),
+        "combine_half" if is_half else "combine": num_tokens * -(-hidden_size // declared.COLUMNS),
     }
     for variant, blocks in grids.items():
+        if variant == "combine_half":
+            size = slots * hidden_size
+            at = sum(map(rounded, list(regions(axes_of(x)).values())[:-1])) // 4
+            partials = workspace[at : at + size].view(torch.float32)
+            halves = partials.bfloat16()
+            partials.fill_(math.nan)
+            partials.view(torch.bfloat16)[:size] = halves
         module.moe_fp8_block_scale_grouped[(blocks,)](
             *(logits, bias, ids, weights, x.hidden_states, x.hidden_states_scale),
             *(x.gemm1_weights, x.gemm1_weights_scale, x.gemm2_weights, x.gemm2_weights_scale),
@@ -234,6 +253,15 @@ def launch(
         )  # fmt: skip
 
 
+def axes_of(inputs: Inputs) -> dict[str, int]:
+    """What the workspace follows from."""
+    num_tokens, hidden_size = inputs.hidden_states.shape
+    return {
+        "seq_len": num_tokens, "topk": inputs.topk, "hidden_size": hidden_size,
+        "intermediate_size": inputs.gemm2_weights.shape[2],
+    }  # fmt: skip
+
+
 def part_of(inputs: Inputs, tokens: slice) -> Inputs:
     cut: dict[str, Any] = {
         name: None if value is None else value[tokens]
@@ -244,15 +272,12 @@ def part_of(inputs: Inputs, tokens: slice) -> Inputs:
 
 
 def interpret(
-    module: Any, inputs: Inputs, config: TritonGrouped, chunk: int
+    module: Any, inputs: Inputs, config: TritonGrouped, chunk: int, is_half: bool
 ) -> tuple[torch.Tensor, list[str]]:
     """The output, a slice of a buffer full of NaN, and what is wrong beside it. The workspace is
     full of NaN before, and as small as promised."""
     num_tokens, hidden_size = inputs.hidden_states.shape
-    axes = {
-        "seq_len": min(num_tokens, chunk), "topk": inputs.topk, "hidden_size": hidden_size,
-        "intermediate_size": inputs.gemm2_weights.shape[2],
-    }  # fmt: skip
+    axes = axes_of(inputs) | {"seq_len": min(num_tokens, chunk)}
     size = workspace_bytes(axes)
     workspace = torch.full((size // 4 + 1024,), math.nan).view(torch.int32)
     rows = torch.full((num_tokens, hidden_size + 8), math.nan).bfloat16()
@@ -262,7 +287,7 @@ def interpret(
         part = part_of(inputs, slice(first, first + chunk))
         launch(
             module, part, output[first : first + chunk], config, workspace,
-            axes["seq_len"] * inputs.topk,
+            axes["seq_len"] * inputs.topk, is_half,
         )  # fmt: skip
         wrong += misrouted(part, workspace, axes)
     if not workspace[size // 4 :].view(torch.float32).isnan().all():
@@ -312,7 +337,7 @@ def judge(module: Any, trial: Trial) -> dict[str, list[str]]:
     want = reference(inputs)
     verdicts = {}
     for config in trial.configs:
-        output, wrong = interpret(module, inputs, config, trial.chunk)
+        output, wrong = interpret(module, inputs, config, trial.chunk, trial.is_half)
         errors = want.judge((output,))
         wrong += [str(error) for error in errors if not error.ok]
         if output[(want.output == 0).all(1)].any():
@@ -417,10 +442,10 @@ def test_machine_code_of_products(config: TritonGrouped, arch: str, tmp_path: Pa
 
 @pytest.mark.toolchain
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
-@pytest.mark.parametrize("stage", ["route", "route_any", "list", "combine"])
+@pytest.mark.parametrize("stage", ["route", "route_any", "list", "combine", "combine_half"])
 def test_machine_code(stage: str, arch: str, tmp_path: Path) -> None:
     _, ptx = machine_code(KERNEL.config, arch, stage, tmp_path)
-    if stage == "combine":
+    if stage.startswith("combine"):
         assert "ld.global.v4" in ptx or "ld.global.L1::evict_last.v4" in ptx
 
 
@@ -447,6 +472,8 @@ def test_variants_are_in_the_launchers_order() -> None:
         following = KERNEL.variants[int(at) + 1 : int(at) + 2]
         has_second = following == (f"{name.lower()}_any",)
         assert (f"k{name} + !" in binding) == has_second
+    for kernel in KERNELS:
+        assert [v.replace("_half", "") for v in kernel.variants[:9]] == list(KERNEL.variants[:9])
 
 
 # ---- data ---------------------------------------------------------------------------------------
@@ -457,7 +484,7 @@ def test_constants_are_those_of_the_launcher() -> None:
     text = (folder / "params.h").read_text() + (folder / "binding.cc").read_text()
     for name, value in (
         ("kMaxExperts", declared.MAX_EXPERTS), ("kMaxLocal", declared.MAX_LOCAL),
-        ("kMaxTopk", declared.MAX_TOPK), ("kChunk", declared.CHUNK), ("kGroups", declared.GROUPS),
+        ("kMaxTopk", declared.MAX_TOPK), ("kGroups", declared.GROUPS),
         ("kColumns", declared.COLUMNS), ("kScaled", declared.SCALED),
     ):  # fmt: skip
         assert re.search(rf"\b{name} = {value}\b", text), name
@@ -487,6 +514,21 @@ def test_the_workspace_never_shrinks_and_is_bounded() -> None:
             smaller = (*axes[:i], lower, *axes[i + 1 :])
             assert found[smaller] <= size
     assert found[100_000, 8, 7168, 2048] == found[8192, 8, 7168, 2048] < 2.2e9
+    largest = dict(zip(names, (100_000, 8, 7168, 2048), strict=True))
+    assert workspace_bytes(largest, declared.LONG_CHUNK, 2) < 2.5e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": 32}, "knob 'tokens' is 32, expected one of"),
+        ({"cluster": 4}, "knob 'cluster' is 4, expected one of"),
+        ({"codes": 3}, "knob 'codes' is 3, expected one of"),
+    ],
+)
+def test_wgmma_configs_that_nothing_serves(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(WgmmaGrouped(128, 2, 2), **changes)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,10 @@ GROUPS = tl.constexpr(declared.GROUPS)
 SLOTS = tl.constexpr(2048)  # of a step of `list`
 
 # Variants without a knob. One warp chooses a token's experts alone: four do it in the same time.
-WARPS = {"route": 1, "route_any": 4, "list": 8, "combine": 4, "combine_any": 4}
+WARPS = {
+    "route": 1, "route_any": 4, "list": 8,
+    "combine": 4, "combine_any": 4, "combine_half": 4, "combine_half_any": 4,
+}  # fmt: skip
 
 INF = tl.constexpr(float("inf"))
 LOWEST = tl.constexpr(-(2**62))  # below every key
@@ -424,7 +427,16 @@ def _gemm2(
 
 
 @triton.jit
-def _combine(output, workspace, output_stride_t, slots, hidden_size, intermediate_size, topk):
+def _combine(
+    output,
+    workspace,
+    output_stride_t,
+    slots,
+    hidden_size,
+    intermediate_size,
+    topk,
+    HALF: tl.constexpr,
+):
     blocks = tl.cdiv(hidden_size, COLUMNS)
     token = tl.program_id(0) // blocks
     h = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -435,10 +447,12 @@ def _combine(output, workspace, output_stride_t, slots, hidden_size, intermediat
     rows = _slot_rows(workspace, slots) + token * topk + slot
     row = tl.load(rows, mask=is_local, other=0).to(tl.int64)
     partials = _partials(workspace, slots, intermediate_size)
+    if HALF:
+        partials = partials.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     mask = is_local[:, None] & is_column[None, :]
     parts = tl.load(partials + row[:, None] * hidden_size + h[None, :], mask=mask, other=0.0)
     to = output + token.to(tl.int64) * output_stride_t + h
-    tl.store(to, tl.sum(parts, 0).to(tl.bfloat16), mask=is_column)
+    tl.store(to, tl.sum(parts.to(tl.float32), 0).to(tl.bfloat16), mask=is_column)
 
 
 # ---- the kernel ---------------------------------------------------------------------------------
@@ -498,10 +512,12 @@ def moe_fp8_block_scale_grouped(
     OUTS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One launch of `STAGE` route, list, gemm1, gemm2 or combine; see `TritonGrouped` for the other
-    constants. PDL: each stage waits for the one before, and lets the next one start and wait."""
+    constants. HALF: partial outputs are bfloat16, in the first half of their room. PDL: each stage
+    waits for the one before, and lets the next one start and wait."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -528,7 +544,9 @@ def moe_fp8_block_scale_grouped(
             slots, num_local, hidden_size, intermediate_size, ROWS, TOKENS, OUTS, STAGES,
         )  # fmt: skip
     else:
-        _combine(output, workspace, output_stride_t, slots, hidden_size, intermediate_size, topk)
+        _combine(
+            output, workspace, output_stride_t, slots, hidden_size, intermediate_size, topk, HALF
+        )  # fmt: skip
 
 
 TYPES = {
@@ -537,7 +555,7 @@ TYPES = {
     "*i32": ("topk_ids", "workspace"),
     "*fp8e4nv": ("x", "w13", "w2"),
     "fp64": ("factor",),
-    "constexpr": ("STAGE", "EVEN", "ROWS", "TOKENS", "OUTS", "WARPS", "STAGES", "PDL"),
+    "constexpr": ("STAGE", "EVEN", "ROWS", "TOKENS", "OUTS", "WARPS", "STAGES", "HALF", "PDL"),
 }
 # Pointers are multiples of so many bytes, strides and sizes of so many elements: always, and what
 # each stage's own variant promises beside.
@@ -546,16 +564,17 @@ ALIGNED = {
     "gemm1": {16: ("x", "w13", "x_stride_t", "w13_stride_e", "w13_stride_n")},
     "gemm2": {16: ("w2", "w2_stride_e", "w2_stride_n")},
     "combine": {16: ("output",), 8: ("output_stride_t",)},
+    "combine_half": {16: ("output",), 8: ("output_stride_t",)},
 }
 
 
 def constants(config: TritonGrouped, variant: str) -> dict[str, Any]:
     """The compile-time arguments of a config."""
-    stage = variant.partition("_")[0]
+    stage, *words = variant.split("_")
     return {
         "STAGE": stage, "EVEN": int(variant == "route"), "ROWS": config.rows,
         "TOKENS": config.tokens, "OUTS": config.outs, "WARPS": WARPS.get(variant, config.warps),
-        "STAGES": config.stages, "PDL": 1,
+        "STAGES": config.stages, "HALF": int("half" in words), "PDL": 1,
     }  # fmt: skip
 
 

@@ -9,20 +9,25 @@ import torch
 
 from fastkernels.core.compiled import compiled_route
 from fastkernels.core.device import DeviceInfo
+from fastkernels.core.kernels import Kernel
 from fastkernels.core.problem import ProblemKey
 from fastkernels.core.route import Decline, Route
 from fastkernels.ops.moe_fp8_block_scale.kernels import (
-    CHUNK,
     COLUMNS,
     KERNELS,
+    LONG_CHUNK,
     MAX_EXPERTS,
     MAX_LOCAL,
     MAX_TOPK,
+    ONE_CODE_LEAST,
+    SCALED,
+    WgmmaGrouped,
+    tiles_bound,
     workspace_bytes,
 )
 from fastkernels.ops.moe_fp8_block_scale.problem import Inputs
 
-# Blocks of a grid, rows, columns: kernels count them in int32.
+# Blocks of a grid, tiles, rows, columns: kernels count them in int32.
 _MOST = 2**31 - 1
 
 
@@ -30,16 +35,16 @@ def supports(key: ProblemKey, device: DeviceInfo, config: Any) -> Decline | None
     most = {"num_local_experts": MAX_LOCAL, "topk": MAX_TOPK}
     if key.mode == "logits":
         most["num_experts"] = MAX_EXPERTS
-    most["hidden_size"] = _MOST // CHUNK * COLUMNS
-    most["intermediate_size"] = _MOST // 2
+    most["hidden_size"] = _MOST // LONG_CHUNK * COLUMNS
+    # Tiles of the first product, in the smallest ones.
+    most["intermediate_size"] = _MOST // tiles_bound(LONG_CHUNK * MAX_TOPK, MAX_LOCAL, 16) * SCALED
     for name, limit in most.items():
         if key.axis(name) > limit:
             return Decline(f"serves {name} <= {limit}, got {key.axis(name)}")
+    size = key.axis("intermediate_size")
+    if isinstance(config, WgmmaGrouped) and config.codes == 1 and size < ONE_CODE_LEAST:
+        return Decline(f"serves intermediate_size >= {ONE_CODE_LEAST} with 1 code, got {size}")
     return None
-
-
-def workspace(axes: Mapping[str, int], config: Any) -> int:
-    return workspace_bytes(axes)
 
 
 def call(
@@ -93,7 +98,14 @@ def fixed(key: ProblemKey) -> tuple[int, ...]:
     )
 
 
-ROUTES: tuple[Route, ...] = tuple(
-    compiled_route(kernel, call, supports, fixed, varying=("seq_len",), workspace_bytes=workspace)
-    for kernel in KERNELS
-)
+def _route(kernel: Kernel) -> Route:
+    def workspace(axes: Mapping[str, int], config: Any) -> int:
+        *_, chunk, partial_bytes = kernel.tile(config)
+        return workspace_bytes(axes, chunk, partial_bytes)
+
+    return compiled_route(
+        kernel, call, supports, fixed, varying=("seq_len",), workspace_bytes=workspace
+    )
+
+
+ROUTES: tuple[Route, ...] = tuple(map(_route, KERNELS))
