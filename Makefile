@@ -46,8 +46,8 @@ kernels: $(VENV)/.toolchain
 test-kernels: kernels $(VENV)/.dev
 	@$(BIN)/python -m pytest -m toolchain $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-# Without FlashInfer, which it needs to run on a GPU alone.
-test-contest: $(VENV)/.dev
+# Without FlashInfer, which it needs to run on a GPU alone; its builder asks for Triton.
+test-contest: $(VENV)/.toolchain $(VENV)/.dev
 	@$(PIP) --no-deps flashinfer-bench==0.1.2 safetensors==0.8.0 docstring-parser==0.18.0
 	@$(BIN)/python -m pytest -m '$(CPU_TESTS)' tests/contest $(PYTEST_ARGS)
 
