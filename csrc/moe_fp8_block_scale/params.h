@@ -49,6 +49,8 @@ struct Params {
   double factor;     // of weights that are computed here
 };
 
+constexpr int kBoxRows = 64;  // of weights, in a copy of wgmma_grouped
+
 // A CUtensorMap, as the driver encodes it.
 struct alignas(64) TensorMap {
   uint64_t words[16];
@@ -56,8 +58,8 @@ struct alignas(64) TensorMap {
 
 // What a product of wgmma_grouped is given.
 struct ProductParams {
-  // Of its weights, as one matrix of all experts' rows: 64 rows of kBlock bytes in the 128-byte
-  // swizzle. Of no meaning where they are copied byte by byte.
+  // Of its weights, as one matrix of all experts' rows: kBoxRows rows of kBlock bytes in the
+  // 128-byte swizzle. Of no meaning where they are copied byte by byte.
   TensorMap weights;
   int32_t expert_rows;  // from an expert's first row to the next one's
   // Regions of the workspace: `regions` of ops/moe_fp8_block_scale/kernels/__init__.py.

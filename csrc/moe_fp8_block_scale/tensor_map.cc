@@ -26,7 +26,6 @@ Encode FindEncode() {
 
 bool DescribeWeights(const WeightCodes& weights, ProductParams* product) {
   constexpr int64_t kPiece = 16;
-  constexpr uint32_t kBoxRows = 64;  // of wgmma_grouped.cu
   const int64_t between = weights.num_experts > 1 ? weights.stride_e : 0;
   if (reinterpret_cast<uintptr_t>(weights.data) % kPiece != 0 || weights.stride_n % kPiece != 0 ||
       weights.stride_n < weights.columns || weights.stride_n >= int64_t{1} << 40 ||

@@ -168,8 +168,8 @@ constexpr int kPieces = kRowBytes / 16;               // of a row, one for each 
 constexpr int kRowsAtOnce = kGroupThreads / kPieces;  // rows that the group copies at once
 constexpr int kTokenRows = kTokens / kRowsAtOnce;     // of a thread
 constexpr bool kIsAsync = FK_ALIGNED;
-constexpr int kBoxRows = 64;  // of the weights
 constexpr int kBoxes = kConsumers * kColumns / kBoxRows;
+static_assert(kBoxes * kBoxRows * kRowBytes == kWeightBytes, "else a stage never fills");
 
 // 16 bytes of a tensor of the caller.
 __device__ __forceinline__ void copy_piece(uint32_t to, const unsigned char* from) {
@@ -518,15 +518,28 @@ __device__ __forceinline__ void finish(const ProductParams& product, const Tile&
   // Of 16 columns a lane has the words of 2 and of 2 more, 8 columns on; of two neighbouring lanes
   // one gets the lower and one the upper words of both.
   const bool is_upper = me.lane % 2;
+  auto row_of = [&](int wave, int half) { return wave * 64 + me.row() + 8 * half; };
+  // Before the first store, which no load is moved across: 2 latencies, not 8.
+  int32_t slots[kWaves][2];
+  float weights[kWaves][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kWaves; ++i) {
+    const int32_t row = row_of(i / 2, i % 2);
+    slots[i / 2][i % 2] = row < tile.count ? product.row_slot[tile.first + row] : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kWaves; ++i) {
+    const int32_t slot = slots[i / 2][i % 2];
+    weights[i / 2][i % 2] = slot >= 0 ? product.slot_weight[slot] : 0.0f;
+  }
 #pragma unroll
   for (int wave = 0; wave < kWaves; ++wave) {
     if (wave >= waves) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = wave * 64 + me.row() + 8 * half;
+      const int32_t row = row_of(wave, half);
       const bool is_row = row < tile.count;
-      const int32_t slot = is_row ? product.row_slot[tile.first + row] : 0;
-      const float weight = is_row ? product.slot_weight[slot] : 0.0f;
+      const float weight = weights[wave][half];
       uint32_t* to = product.partials +
                      (int64_t{tile.first + row} * hidden_size + first_column) / 2 +
                      me.lane % 4 / 2 * 2 + is_upper * 4;
