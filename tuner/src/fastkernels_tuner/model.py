@@ -11,9 +11,9 @@ import hashlib
 import json
 import statistics
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastkernels import catalog
 from fastkernels.core.route import Operator, Route
@@ -36,6 +36,9 @@ class Model(BaseModel):
         return digest(self.canonical())[:16]
 
 
+M = TypeVar("M", bound=Model)
+
+
 def canonical(data: Any) -> str:
     """JSON with sorted keys and no spaces; NaN and infinities are refused (ValueError)."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -43,6 +46,16 @@ def canonical(data: Any) -> str:
 
 def digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def read_line(line: str, place: str, kind: type[M], what: str, error: type[Exception]) -> M:
+    """A model of a file of JSON lines. Raises `error` with the place and the first fault."""
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise error(f"{place}: expected {what} as JSON, {where}: {first['msg']}") from None
 
 
 # ---- what is measured ---------------------------------------------------------------------------

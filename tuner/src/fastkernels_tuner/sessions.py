@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from fastkernels_tuner.errors import SourceError
-from fastkernels_tuner.model import Environment, Model
+from fastkernels_tuner.model import Environment, Model, read_line
 from fastkernels_tuner.stats import Pair, Ratio, Verdict
 from fastkernels_tuner.store.bundle import writing
 
@@ -40,7 +38,11 @@ class Sessions:
         self._workloads = set(workloads)
         self._sessions: list[Session] = []
         if path is not None and path.exists():
-            self._sessions = [self._checked(*line) for line in _read(path)]
+            lines = path.read_text(encoding="utf-8").splitlines()
+            self._sessions = [
+                self._checked(f"{path}:{number}", line)
+                for number, line in enumerate(lines, start=1)
+            ]
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -69,7 +71,8 @@ class Sessions:
                 for each in self._sessions:
                     file.write(each.canonical().encode() + b"\n")
 
-    def _checked(self, place: str, session: Session) -> Session:
+    def _checked(self, place: str, line: str) -> Session:
+        session = read_line(line, place, Session, "a session", SourceError)
         for name, expected in self._of.items():
             if getattr(session, name) != expected:
                 raise SourceError(
@@ -82,18 +85,3 @@ class Sessions:
                     f" {sorted(self._workloads)}"
                 )
         return session
-
-
-def _read(path: Path) -> list[tuple[str, Session]]:
-    """Sessions, each with its place in the file."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            found.append((f"{path}:{number}", Session.model_validate_json(line)))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise SourceError(
-                f"{path}:{number}: expected a session as JSON, {where}: {first['msg']}"
-            ) from None
-    return found

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from fastkernels import catalog
 from fastkernels.core.device import DeviceInfo
@@ -34,7 +34,16 @@ from fastkernels.core.route import Route
 from fastkernels.ops._shared.cases import Case
 from fastkernels.testing.contracts import all_axes
 from fastkernels_tuner.errors import TunerError
-from fastkernels_tuner.model import Candidate, Cause, Failure, Model, Policy, Trials, Workload
+from fastkernels_tuner.model import (
+    Candidate,
+    Cause,
+    Failure,
+    Model,
+    Policy,
+    Trials,
+    Workload,
+    read_line,
+)
 from fastkernels_tuner.stats import trials_needed, upper_bound
 
 ADVERSARIAL = "adversarial"
@@ -482,17 +491,11 @@ def _merged(*groups: Iterable[Regression]) -> tuple[Regression, ...]:
 def _read(path: Path) -> tuple[Regression, ...]:
     if not path.exists():
         return ()
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(Regression.model_validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise TrialsError(
-                f"{path}:{number}: expected a regression as JSON, {place}: {first['msg']}"
-            ) from None
-    return tuple(records)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(
+        read_line(line, f"{path}:{number}", Regression, "a regression", TrialsError)
+        for number, line in enumerate(lines, start=1)
+    )
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from fastkernels.core import dispatch
 from fastkernels.core.device import DeviceInfo
 from fastkernels.core.route import Operator
 from fastkernels.ops._shared.gdn import gates, resolve_scale
-from fastkernels.ops._shared.gdn_inputs import draw_gates, draw_heads, draw_state
 from fastkernels.ops.gdn_decode.inputs import CONTEST, SERVING, Case, gap_cases, make_inputs
 from fastkernels.ops.gdn_decode.problem import Inputs
 from fastkernels.ops.gdn_decode.reference import Expected as OracleExpected
@@ -95,13 +94,8 @@ def fresh_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
     Cases that shape their contents are drawn on the CPU."""
     if shapes_contents(case):
         return make_inputs(dataclasses.replace(case, seed=seed), device)
-    B, Hk, Hv, D = case.batch_size, case.num_q_heads, case.num_v_heads, case.head_size
-    rng = torch.Generator(device).manual_seed(seed)
-    with torch.device(device):
-        q, k, v = (t.unsqueeze(1) for t in draw_heads(rng, B, Hk, Hv, D, fused=False))
-        state = draw_state(rng, B, Hv, D, padded=False)
-        A_log, a, dt_bias, b = draw_gates(rng, B, Hv, "contest", fused=False)
-    inputs = Inputs(q, k, v, state, A_log, a.unsqueeze(1), dt_bias, b.unsqueeze(1))
+    plain = dataclasses.replace(case, seed=seed, mode="functional")
+    inputs = make_inputs(plain, device, drawn_on=device)
     return in_form(inputs, case.mode, seed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from fastkernels.core import dispatch
 from fastkernels.core.device import DeviceInfo
 from fastkernels.core.route import Operator
 from fastkernels.ops._shared.gdn import gates, resolve_scale
-from fastkernels.ops._shared.gdn_inputs import draw_gates, draw_heads, draw_state
 from fastkernels.ops.gdn_prefill.inputs import (
     CONTEST,
     SERVING,
@@ -137,15 +136,9 @@ def fresh_inputs(case: Case, seed: int, device: torch.device) -> Inputs:
     same lengths. Cases that shape their contents are drawn on the CPU."""
     if shapes_contents(case):
         return make_inputs(dataclasses.replace(case, seed=seed), device)
-    T, N = case.axes["total_seq_len"], case.axes["num_seqs"]
-    Hk, Hv, D = case.num_q_heads, case.num_v_heads, case.head_size
-    rng = torch.Generator(device).manual_seed(seed)
-    with torch.device(device):
-        q, k, v = draw_heads(rng, T, Hk, Hv, D, fused=False)
-        state = draw_state(rng, N, Hv, D, padded=False)
-        A_log, a, dt_bias, b = draw_gates(rng, T, Hv, "contest", fused=False)
-        offsets = torch.tensor([0, *accumulate(case.lengths)])
-    return in_form(Inputs(q, k, v, state, A_log, a, dt_bias, b, offsets), case.mode, seed)
+    plain = dataclasses.replace(case, seed=seed, mode="functional")
+    inputs = make_inputs(plain, device, drawn_on=device)
+    return in_form(inputs, case.mode, seed)
 
 
 # ---- results ------------------------------------------------------------------------------------
