@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from fastkernels.core import dispatch
 from fastkernels.core.device import CPU
 from fastkernels.core.problem import key_from_axes
 from fastkernels.core.route import Operator
+from fastkernels.ops._shared import adversarial as shared
+from fastkernels.ops._shared.adversarial import Draws
 from fastkernels.ops.dsa_topk_indexer.adversarial import BOUNDARY, MARGINS
 from fastkernels.ops.dsa_topk_indexer.reference import Row
 from fastkernels.ops.dsa_topk_indexer.reference import reference as indexer_reference
@@ -96,6 +99,37 @@ def test_a_device_draws_what_the_cpu_would(operator: Operator, name: str) -> Non
         outputs = as_tuple(operator.function(**found._asdict()))
     report = judge(operator, operator.safe_route, None, case, pristine, outputs)
     assert report.ok, str(report)
+
+
+def test_what_a_device_draws_is_changed_there() -> None:
+    """A change's own numbers are drawn on the device, so the inputs have to be there, too."""
+
+    @dataclass(frozen=True)
+    class Seeded:
+        seed: int = 0
+
+    class Numbers(NamedTuple):
+        x: torch.Tensor
+
+    class Drawn(Draws):
+        draws_anywhere = True
+
+        @staticmethod
+        def make_inputs(case: Seeded, device: Any = "cpu", *, drawn_on: Any = "cpu") -> Numbers:
+            return Numbers(torch.ones(case.seed, device=drawn_on).to(device))
+
+    seen = []
+
+    def change(inputs: Numbers, rng: torch.Generator) -> Numbers:
+        seen.append(inputs.x.device.type)
+        return Numbers(inputs.x * torch.full((3,), 2.0))
+
+    # A generator of the CPU stands in for the device's: meta tensors have none.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shared, "generator", lambda seed, device: torch.Generator())
+        inputs, case = Drawn(Seeded(), change).draw(3, device="meta")
+    assert case == Seeded(3)
+    assert seen == [inputs.x.device.type] == ["meta"]
 
 
 # One of each way to make inputs: from a list, changed, changed in the cache.

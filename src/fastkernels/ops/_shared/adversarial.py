@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,9 +29,15 @@ class Draws:
         """Inputs on `device`, and their case. `fields` replace other fields of the case."""
         case = replace(self.case, seed=seed, **fields)
         where = torch.device(device if self.draws_anywhere else "cpu")
-        inputs = self.make_inputs(case, **({"drawn_on": where} if self.draws_anywhere else {}))
+        drawn = {"device": where, "drawn_on": where} if self.draws_anywhere else {}
+        inputs = self.make_inputs(case, **drawn)
         if self.change is not None:
             with where:
                 inputs = self.change(inputs, generator(seed ^ STREAM, where))
         moved = (move(x, device) if isinstance(x, torch.Tensor) else x for x in inputs)
         return type(inputs)._make(moved), case
+
+
+def in_turn(values: Sequence[float], count: int) -> torch.Tensor:
+    """`count` numbers, the values in turn."""
+    return torch.tensor(values).repeat(-(-count // len(values)))[:count]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastkernels.ops._shared.adversarial import Draws
+from fastkernels.ops._shared.adversarial import Draws, in_turn
 from fastkernels.ops.gdn_decode.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_decode.problem import Inputs
 
@@ -31,8 +31,7 @@ def _scaled(*factors: float) -> Callable[[Inputs, torch.Generator], Inputs]:
     """State and v of every row times the factors in turn: the step is linear in the two."""
 
     def change(inputs: Inputs, rng: torch.Generator) -> Inputs:
-        rows = torch.tensor(factors)[torch.arange(inputs.q.shape[0]) % len(factors)]
-        rows = rows[:, None, None, None]
+        rows = in_turn(factors, inputs.q.shape[0])[:, None, None, None]
         return inputs._replace(state=_state(inputs) * rows, v=(inputs.v * rows).bfloat16())
 
     return change

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from fastkernels.ops._shared.adversarial import Draws
+from fastkernels.ops._shared.adversarial import Draws, in_turn
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.problem import Inputs
 
@@ -33,7 +33,7 @@ def _scaled(*factors: float) -> Callable[[Inputs, torch.Generator], Inputs]:
 
     def change(inputs: Inputs, rng: torch.Generator) -> Inputs:
         lengths = inputs.cu_seqlens.diff()
-        seqs = torch.tensor(factors)[torch.arange(lengths.shape[0]) % len(factors)]
+        seqs = in_turn(factors, lengths.shape[0])
         tokens = seqs.repeat_interleave(lengths)[:, None, None]
         state = _state(inputs) * seqs[:, None, None, None]
         return inputs._replace(state=state, v=(inputs.v * tokens).bfloat16())
@@ -67,7 +67,7 @@ def _late_forget(inputs: Inputs, rng: torch.Generator) -> Inputs:
     A_log, a = torch.full_like(inputs.A_log, 20.0), torch.full_like(inputs.a, -200.0)
     for begin, end in pairwise(inputs.cu_seqlens.tolist()):
         token = torch.randint(begin, end, (a.shape[1],), generator=rng)
-        a[token, torch.arange(a.shape[1])] = 100.0
+        a.scatter_(0, token[None], 100.0)
     return inputs._replace(A_log=A_log, a=a)
 
 
@@ -75,10 +75,20 @@ def _prefixes(inputs: Inputs, rng: torch.Generator) -> Inputs:
     """Every sequence is a prefix of the last one, from the same state: each state of the longest
     one's way is asked for."""
     offsets = inputs.cu_seqlens.tolist()
-    source = torch.cat([offsets[-2] + torch.arange(b - a) for a, b in pairwise(offsets)])
-    tokens = {name: getattr(inputs, name)[source] for name in ("q", "k", "v", "a", "b")}
+
+    def repeated(tokens: torch.Tensor) -> torch.Tensor:
+        last = tokens[offsets[-2] :]
+        return torch.cat([last[: end - begin] for begin, end in pairwise(offsets)])
+
     state = _state(inputs)
-    return inputs._replace(state=state[-1:].expand_as(state).clone(), **tokens)
+    return inputs._replace(
+        q=repeated(inputs.q),
+        k=repeated(inputs.k),
+        v=repeated(inputs.v),
+        a=repeated(inputs.a),
+        b=repeated(inputs.b),
+        state=state[-1:].expand_as(state).clone(),
+    )
 
 
 def _hostile_offsets(inputs: Inputs, rng: torch.Generator) -> Inputs:

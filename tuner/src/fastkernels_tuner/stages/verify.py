@@ -29,7 +29,16 @@ from fastkernels_tuner.measure import Rejected
 from fastkernels_tuner.model import Candidate, Trials, Workload
 from fastkernels_tuner.space import candidate as make_candidate
 from fastkernels_tuner.stages import confirm, fit
-from fastkernels_tuner.trials import Corpus, Fail, Subject, Verdict, run_together, strata
+from fastkernels_tuner.trials import (
+    Corpus,
+    Fail,
+    Outcome,
+    Pass,
+    Subject,
+    Verdict,
+    run_together,
+    strata,
+)
 
 TRIALS = "trials"
 TOGETHER = 8  # candidates in a job
@@ -99,7 +108,7 @@ def run(campaign: Campaign, payload: dict[str, Any], bench: Measures) -> dict[st
                 repeats[verdict.candidate] = _repeated(campaign, each, bench)
             except Rejected as error:  # right so far, and wrong now: final all the same
                 verdicts[i] = verdict.model_copy(update={"outcome": Fail.of(error.failure)})
-        campaign.say(f"{subjects[i].candidate}: {verdicts[i].outcome.kind}")
+        campaign.say(f"{subjects[i].candidate}: {_said(verdicts[i].outcome)}")
     return {
         "verdicts": [verdict.model_dump(mode="json") for verdict in verdicts],
         "repeats": {
@@ -201,6 +210,11 @@ def decided(campaign: Campaign, subject: dict[str, Any]) -> Decided:
     )
 
 
+def _said(outcome: Outcome) -> str:
+    why = "" if isinstance(outcome, Pass) else f": {outcome.message}"
+    return outcome.kind + why
+
+
 def finish(campaign: Campaign) -> dict[str, Any]:
     """What the gates say of each candidate of the table; `unproven` are those that did not pass."""
     subjects = served(campaign)
@@ -210,7 +224,7 @@ def finish(campaign: Campaign) -> dict[str, Any]:
         for candidate, each in verdicts(campaign).items()
     }
     for each in gates:
-        campaign.say(f"{each.candidate}: gate {each.gate}: {each.outcome.kind}")
+        campaign.say(f"{each.candidate}: gate {each.gate}: {_said(each.outcome)}")
     return {
         "outcomes": outcomes,
         "routes": sorted({subject["candidate"]["route"] for subject in subjects}),
