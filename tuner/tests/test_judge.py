@@ -19,8 +19,10 @@ import pytest
 import torch
 
 from fastkernels import catalog
+from fastkernels.ops._shared.compare import Error
 from fastkernels.testing import cupti, workloads
 from fastkernels.testing.compare import as_tuple
+from fastkernels.testing.workloads import gdn_forms
 from fastkernels_tuner.measure import buffers, guards, judge, worker
 from fastkernels_tuner.measure.guards import DeviceBusy, GpuGuard, LoadGuard, Reading
 from fastkernels_tuner.measure.judge import Judge, JudgeFailed
@@ -474,6 +476,92 @@ def test_several_calls_are_checked_together(bare: Judge) -> None:
     assert cause(alone) == Cause.MUTATED_INPUT
     assert alone.failure is not None
     assert alone.failure.seed == 8
+
+
+ONE_LOOK = [
+    decode(),
+    decode(state="none"),
+    decode(mode="inplace"),
+    decode(mode="pool"),
+    *(
+        Workload(op="gdn_decode", listed="adversarial", case={"name": name, "seed": 0})
+        for name in ("huge_state", "pool", "pool_int64", "pool_of_padding", "inplace", "no_rows")
+    ),
+]
+
+
+@pytest.mark.parametrize("workload", ONE_LOOK, ids=str)
+def test_one_look_at_all_results_says_what_a_look_at_each_does(
+    bare: Judge, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loan = bare.lend(workload, 5)
+    draws = [Draw(slot=slot, seed=seed) for slot, seed in ((4, 5), (0, 6), (2, 7), (1, 8))]
+    bare.fill(draws)
+    calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+    each = [bare.check([one], True, 0.5)[0] for one in calls]
+    assert [found.failure for found in each] == [None] * 4
+    with monkeypatch.context() as patched:
+        patched.setattr(bare, "_check", None)  # nobody looks at a single one
+        together = bare.check(calls, True, 0.5)
+        patched.setattr(judge, "_JOINED_BYTES", 3 * loan.slot_bytes)
+        in_groups = bare.check(calls, True, 0.5)
+    worst = max(found.worst for found in each)
+    for found in (*together, *in_groups):
+        assert found.failure is None
+        assert found.worst == pytest.approx(worst, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("workload", ONE_LOOK[:-2], ids=str)
+def test_one_look_overlooks_nothing(bare: Judge, workload: Workload, which: int) -> None:
+    """One wrong element of one call, which is named as if it had been looked at alone. (Outputs of
+    padding are 0, and there is nothing to spoil where there are no rows.)"""
+    loan = bare.lend(workload, 4)
+    draws = [Draw(slot=slot, seed=seed) for slot, seed in ((3, 5), (0, 6), (2, 7), (1, 8))]
+    bare.fill(draws)
+    calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+    result = _sets(bare, loan)[draws[which].slot].results[0]
+    result[0, 0, 1, 5] += 0.5 * result[0, 0, 1].double().norm() + 1e-3
+    found = bare.check(calls, True, 1.0)
+    assert [cause(each) for each in found] == [*[None] * which, Cause.NUMERIC]
+    (alone,) = bare.check(calls[which : which + 1], True, 1.0)
+    assert found[which] == alone
+
+
+def test_a_draw_that_changed_is_looked_at_anew(bare: Judge) -> None:
+    loan = bare.lend(decode(), 2)
+    for seeds in ((5, 6), (5, 7), (8, 7)):
+        draws = [Draw(slot=slot, seed=seed) for slot, seed in enumerate(seeds)]
+        bare.fill(draws)
+        calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+        assert [found.failure for found in bare.check(calls, True, 1.0)] == [None, None]
+        assert len(bare._now.joined) == 1
+
+
+def test_the_share_that_the_contest_allows_is_one_calls(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it allows a tenth, an eighth of one call is too much, though it is little of all."""
+
+    def judge_official(self: gdn_forms.Expected, results: tuple[torch.Tensor, ...]) -> list[Error]:
+        share = (results[0].float() > 50.0).double().mean()
+        return [Error("output", "official", float(share), 0.1)]
+
+    def none_of_ours(error: Error) -> float:
+        return error.value / error.limit if error.metric == "official" else 0.0
+
+    monkeypatch.setattr(gdn_forms.Expected, "judge_official", judge_official)
+    monkeypatch.setattr(judge, "closeness", none_of_ours)
+    loan = bare.lend(decode(source="contest"), 8)
+    draws = [Draw(slot=slot, seed=slot + 5) for slot in range(8)]
+    bare.fill(draws)
+    calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+    assert [found.worst for found in bare.check(calls, True, 1.0)] == [0.0] * 8
+    spoilt = _sets(bare, loan)[6].results[0].view(-1)
+    for share, expected in ((16, None), (8, Cause.NUMERIC)):
+        spoilt[: spoilt.numel() // share] += 100.0
+        assert cause(bare.check(calls, True, 1.0)[-1 if expected is None else 6]) == expected
+    assert len(bare.check(calls, True, 1.0)) == 7
 
 
 def test_slots_in_between_are_nobodys_fault(bare: Judge) -> None:

@@ -269,8 +269,10 @@ def test_judging_ends_at_the_first_that_fails_and_names_its_seed(bench: Bench) -
 
 def test_calls_are_judged_several_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds for 20 calls: in each the judge is asked twice, and the candidate for each."""
+    monkeypatch.setattr(broker, "JUDGED_SLOTS", 8)
+    own = DECODE.model_copy(update={"case": {**DECODE.case, "batch_size": 3}})  # its own loan
     asked = record(monkeypatch)
-    found = bench.judge(HONEST, DECODE, range(20))
+    found = bench.judge(HONEST, own, range(20))
     assert (found.trials, found.failures) == (20, ())
     fills = [message for _, message in asked if isinstance(message, Fill)]
     assert [draw.seed for fill in fills for draw in fill.draws] == list(range(20))
@@ -288,7 +290,7 @@ def test_a_series_keeps_to_its_pool_where_more_is_lent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And asks for one call after the other."""
-    assert bench.judge(HONEST, DECODE, range(8)).failures == ()
+    assert bench.judge(HONEST, DECODE, range(broker.JUDGED_SLOTS)).failures == ()
     assert bench._loan is not None
     assert bench._loan.loan.slots == broker.JUDGED_SLOTS
     asked = record(monkeypatch)
@@ -410,6 +412,7 @@ def test_calls_that_nobody_could_judge_are_made_again(
 ) -> None:
     """The judge ends before its word on the second batch: the first one counts, and each of the
     second once."""
+    monkeypatch.setattr(broker, "JUDGED_SLOTS", 8)
     ask, checks = bench._ask_judge, 0
 
     def ends(message: Any, *arguments: Any) -> Any:

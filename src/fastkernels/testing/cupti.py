@@ -263,22 +263,35 @@ class Recorder:
         self._names = {kinds.CONCURRENT_KERNEL: "", kinds.MEMCPY: "memcpy", kinds.MEMSET: "memset"}
         self._launches: list[Launch] = []
         self._works: list[Work] = []
+        self._is_recording = False
         # Kept here, since CUPTI calls them from its own thread.
         self._callbacks = (lambda: (8 << 20, 0), self._completed)
         self._device = device
         self._buffer = torch.empty(2 * l2_bytes(device), dtype=torch.int8, device=device)
 
     def start(self) -> None:
-        for kind in (*self._apis, *self._names):
-            self._cupti.activity_enable(kind)
+        self.resume()
         self._cupti.activity_register_callbacks(*self._callbacks)
 
     def stop(self) -> None:
         self.synchronize()
         self._cupti.activity_flush_all(1)
-        for kind in (*self._apis, *self._names):
-            self._cupti.activity_disable(kind)
+        self.pause()
         self._cupti.finalize()
+
+    def pause(self) -> None:
+        """Record nothing until `resume`: every launch and synchronisation costs a record, which
+        Python makes an object of."""
+        if self._is_recording:
+            for kind in (*self._apis, *self._names):
+                self._cupti.activity_disable(kind)
+        self._is_recording = False
+
+    def resume(self) -> None:
+        if not self._is_recording:
+            for kind in (*self._apis, *self._names):
+                self._cupti.activity_enable(kind)
+        self._is_recording = True
 
     def overwrite_l2(self) -> None:
         """Twice its size, so that every line of it is replaced, by a dirty one."""

@@ -70,6 +70,11 @@ class Workloads(Protocol):
     def expect_by_oracle(self, inputs: Any, /) -> Expected:
         """The same by the oracle's own lines, where the operator lets it: on the inputs' device."""
 
+    def join(self, inputs: Sequence[Any], /) -> Any | None:
+        """Several inputs of one case as one, for `expect` and `expect_by_oracle`: outputs are those
+        of the calls, one after the other along their first axis. None where there is no such one.
+        """
+
     def oracle(self, case: Any, /) -> bool:
         """Whether the oracle on the CPU can be waited for."""
 

@@ -144,6 +144,32 @@ def expect_on_device(inputs: Inputs) -> Expected:
     )
 
 
+def join(inputs: Sequence[Inputs]) -> Inputs:
+    """A batch of all their rows, in which every row has an A_log and a dt_bias of its own."""
+    first = inputs[0]
+    rows, num_v_heads = first.v.shape[0], first.v.shape[2]
+    joined: dict[str, torch.Tensor] = {
+        name: torch.cat([getattr(each, name) for each in inputs])
+        for name in ("q", "k", "v", "a", "b")
+    }
+    for name in ("A_log", "dt_bias"):
+        joined[name] = torch.cat([getattr(each, name).expand(rows, num_v_heads) for each in inputs])
+    if first.state is not None:
+        joined["state"] = torch.cat([each.state for each in inputs if each.state is not None])
+    for name in ("read_indices", "write_indices"):
+        if getattr(first, name) is not None:
+            joined[name] = _slots([getattr(each, name) for each in inputs], first.state)
+    return first._replace(**joined)  # type: ignore[arg-type]
+
+
+def _slots(indices: Sequence[torch.Tensor], pool: torch.Tensor | None) -> torch.Tensor:
+    """Indices into pools of equal size, of those pools one after the other; -1 for padding."""
+    assert pool is not None
+    own, size = torch.stack([each.long() for each in indices]), pool.shape[0]
+    begin = size * torch.arange(len(indices), device=own.device)[:, None]
+    return torch.where((own >= 0) & (own < size), own + begin, -1).flatten()
+
+
 def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     return torch.matmul(matrices, vectors[..., None])[..., 0]
 

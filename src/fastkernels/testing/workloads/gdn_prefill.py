@@ -158,6 +158,10 @@ def expect(inputs: Inputs) -> Expected | OracleExpected:
 expect_by_oracle = reference
 
 
+def join(inputs: Sequence[Inputs]) -> None:
+    """Offsets of one call cannot leave out tokens in its middle."""
+
+
 class _Chunk(NamedTuple):
     """Tokens of one sequence, float64: q, k, v [Hv, C, D], log_g and beta [Hv, C]."""
 

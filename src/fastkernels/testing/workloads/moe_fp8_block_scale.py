@@ -35,6 +35,7 @@ live = _generic.live
 restore = _generic.restore
 outputs = _generic.outputs
 expect = expect_by_oracle = _generic.expect
+join = _generic.join
 oracle = _generic.oracle
 moved_bytes = _generic.moved_bytes
 

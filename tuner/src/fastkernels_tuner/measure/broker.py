@@ -87,10 +87,10 @@ NURSERY = "fastkernels_tuner.measure.nursery"
 SLOTS = 4
 """Input sets in the pool of a workload that is timed, at most."""
 
-JUDGED_SLOTS = 8
+JUDGED_SLOTS = 32
 """The same where nothing is timed: so many calls are filled, made and judged at a time, at most. A
-call costs three round trips between processes, each with a change of the GPU's context: 2.4 of the
-5.5 ms of a judged call on an H200."""
+call alone costs three round trips between processes, each with a change of the GPU's context: 2.4
+of the 5.5 ms of a judged call on an H200. What is small is also judged by one look."""
 
 CHECKS = 2
 """Judged calls among the timed ones of a block, at random places; the first call and one after the
@@ -667,7 +667,7 @@ class Bench:
 
     def _repeat(self, entry: Entry, workload: Workload, seed: int, calls: int) -> tuple[str, ...]:
         seat, tally, found = self._seats[0], Tally(workload.id), []
-        self._open(seat, workload, [entry], {entry.label: tally})
+        self._open(seat, workload, [entry], {entry.label: tally}, is_timed=False)
         for _ in range(calls):
             slot = self._draw()
             if tally.failure is None:
@@ -884,7 +884,7 @@ class Bench:
                 tally = tallies[entry.label]
                 while tally.failure is None and not (lanes and seat.is_taken()):
                     together = right()
-                    opened = self._open(seat, workload, together, tallies, wanted)
+                    opened = self._open(seat, workload, together, tallies, wanted, is_timed=False)
                     lanes = [each.label for each in together]
                 if tally.failure is None:
                     lane = lanes.index(entry.label)
@@ -1296,6 +1296,8 @@ class Bench:
         entries: Sequence[Entry],
         tallies: Tallies,
         slots: int = SLOTS,
+        *,
+        is_timed: bool = True,
     ) -> Loan:
         """Lend the workload to the seat's process and bind the entries; why some cannot be goes to
         their tallies. Where the process ends over it, nobody sits there afterwards."""
@@ -1332,6 +1334,7 @@ class Bench:
             buffer=buffer,
             lanes=tuple(entry.lane for entry in entries),
             routes=self._routes,
+            is_timed=is_timed,
         )
         try:
             opened = seat.ask(message, Opened, self.policy.trial_timeout_s)

@@ -6,7 +6,8 @@ bytes around every tensor. Results are compared with float64 ones that were comp
 the judge's own, which no other process can reach.
 
 Slots may be filled together, called on one after the other and checked together. What a call writes
-into another's slot shows there.
+into another's slot shows there. Where an operator can join calls, one look at all results tells
+whether all are right; where it does not, each is looked at by itself.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ _SHARE = 0.5
 # with it as it was.
 _COPIES = 6
 _LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
+# Slots that are judged by one look take no more than this together: float64 results, and what is
+# made of them on the way, take several times as much. A larger slot costs more than its launches.
+_JOINED_BYTES = 1 << 28
 
 
 class JudgeFailed(Exception):
@@ -134,10 +138,12 @@ class OnLoan:
     draw: Callable[[int], Any]
     expect: Callable[[Any], Any]
     loan: Loan
+    join: Callable[[Sequence[Any]], Any]
     writable: frozenset[str]
     before: torch.Tensor  # [slots, bytes]: what lay in them before their calls
     drawn: dict[int, Drawn] = field(default_factory=dict)
     laid: dict[int, Draw] = field(default_factory=dict)  # what `before` is of
+    joined: dict[tuple[Draw, ...], Any] = field(default_factory=dict)  # results of these together
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,8 @@ class Judge:
         )
         writable = frozenset({*results, *(each.name for each in layout if each.is_output)})
         before = torch.empty((slots, slot_bytes), dtype=torch.uint8, device=self.device)
-        self._current = OnLoan(workload, case, draw, expect, loan, writable, before)
+        join = workloads.load(workload.op).join
+        self._current = OnLoan(workload, case, draw, expect, loan, join, writable, before)
         return loan
 
     def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
@@ -291,6 +298,7 @@ class Judge:
         for draw in fresh:
             now.drawn.pop(draw.slot, None)  # its memory may be needed
         if fresh:
+            now.joined.clear()
             start = time.perf_counter()
             for draw in fresh:
                 now.drawn[draw.slot] = Drawn(draw.seed, now.draw(draw.seed))
@@ -343,12 +351,54 @@ class Judge:
         """What calls did to their slots since these were filled, up to the first that failed."""
         self.synchronize()
         self._suspect = None
+        changed = self._changed([call.slot for call in calls])
+        if is_judged and not any(changed) and not any(map(self._misshapen, calls)):
+            worst = self._worst_of_all([call.slot for call in calls])
+            if worst is not None and worst <= allowance:
+                return tuple(Checked(failure=None, worst=worst / allowance) for _ in calls)
         found = []
-        for call, is_changed in zip(calls, self._changed([c.slot for c in calls]), strict=True):
+        for call, is_changed in zip(calls, changed, strict=True):
             found.append(self._check(call, is_changed, is_judged, allowance))
             if found[-1].failure is not None:
                 break
         return tuple(found)
+
+    def _worst_of_all(self, slots: Sequence[int]) -> float | None:
+        """How close to its limit the worst of the results in some slots is, found by looking at
+        them together; None where that cannot be, or does not tell whether all are right."""
+        size = max(1, _JOINED_BYTES // self._now.loan.slot_bytes)
+        if size == 1 or len(slots) == 1:
+            return None
+        worst = 0.0
+        for first in range(0, len(slots), size):
+            errors = self._joined_errors(slots[first : first + size])
+            if errors is None:
+                return None
+            worst = max([worst, *map(closeness, errors)])
+        return worst
+
+    def _joined_errors(self, slots: Sequence[int]) -> list[Error] | None:
+        now = self._now
+        key = tuple(Draw(slot=which, seed=now.drawn[which].seed) for which in slots)
+        if key not in now.joined:
+            inputs = now.join([now.drawn[which].inputs for which in slots])
+            expected = None if inputs is None else now.expect(inputs)
+            now.joined[key] = None if _has_nan(expected) else expected
+        expected = now.joined[key]
+        if expected is None:
+            return None
+        by_name = {lent.name: lent for lent in now.loan.tensors}
+        results = tuple(
+            torch.cat([buffers.view(self.slot(which), by_name[name]) for which in slots])
+            for name in now.loan.results
+        )
+        errors: list[Error] = expected.judge(results)
+        if now.case.source:
+            official = expected.judge_official(results)
+            if any(error.value != 0 for error in official):
+                return None  # a share of all of them: one call's may be beyond its limit
+            errors = [*errors, *official]
+        return errors
 
     def _check(self, call: Call, is_changed: bool, is_judged: bool, allowance: float) -> Checked:
         """`is_changed`: something in the slot that the call may not write."""
@@ -552,10 +602,14 @@ def _differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found != wanted).any(1)
 
 
+def _has_nan(expected: Any) -> bool:
+    output = getattr(expected, "output", None)
+    return isinstance(output, torch.Tensor) and bool(output.isnan().any())
+
+
 def _refuse_nan(workload: Workload, drawn: Drawn) -> None:
     """A result without numbers would be no yardstick: the workload is at fault."""
-    output = getattr(drawn.expected, "output", None)
-    if isinstance(output, torch.Tensor) and bool(output.isnan().any()):
+    if _has_nan(drawn.expected):
         raise JudgeFailed(
             Cause.HARNESS_BUG, f"{workload}: the expected output of seed {drawn.seed} has NaN"
         )

@@ -143,13 +143,15 @@ class Lane(Message):
 
 class Open(Message):
     """Bind lanes to a loan and begin a series. `buffer` comes with a slab that the process has not
-    mapped yet; `routes` names a module or file with further routes."""
+    mapped yet; `routes` names a module or file with further routes; `is_timed`: times of the series
+    will be asked for."""
 
     kind: Literal["open"] = "open"
     loan: Loan
     buffer: Buffer | None
     lanes: tuple[Lane, ...]
     routes: str = ""
+    is_timed: bool = True
 
 
 class Problem(Message):

@@ -118,7 +118,7 @@ class Wall:
 
 
 class Untimed(Wall):
-    """A GPU without CUPTI: calls only."""
+    """A GPU without CUPTI, or a series in which nothing is timed: calls only."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -401,7 +401,9 @@ class Worker:
         self._slab: torch.Tensor | None = None
         self._lanes: tuple[Bound | None, ...] = ()
         self._why = ""
-        self._timer: Timer = self._find_timer()
+        self._recorder: cupti.Recorder | None = None
+        self._timed: Timer = self._find_timer()
+        self._timer = self._timed
 
     def _find_timer(self) -> Timer:
         if self._device.type != "cuda":
@@ -412,9 +414,20 @@ class Worker:
         except cupti.CuptiMissing as error:
             self._why = str(error)
             return Untimed(self._device)
-        recorder = cupti.Recorder(self._device)
-        recorder.start()  # for good: CUPTI is left with the process
-        return Kernels(recorder)
+        self._recorder = cupti.Recorder(self._device)
+        self._recorder.start()  # CUPTI is left with the process
+        return Kernels(self._recorder)
+
+    def _begin(self, is_timed: bool) -> None:
+        """A series; one that nobody times is spared the records and the cold L2."""
+        self._timer = self._timed
+        if self._recorder is not None:
+            if is_timed:
+                self._recorder.resume()
+            else:
+                self._recorder.pause()
+                self._timer = Untimed(self._device)
+        self._timer.begin()
 
     def serve(self) -> None:
         """Until the broker closes the connection."""
@@ -440,9 +453,9 @@ class Worker:
         return Ready(timer=self._timer_name(), why=self._why)
 
     def _timer_name(self) -> Literal["cupti", "wall", "none"]:
-        if isinstance(self._timer, Kernels):
+        if isinstance(self._timed, Kernels):
             return "cupti"
-        return "none" if isinstance(self._timer, Untimed) else "wall"
+        return "none" if isinstance(self._timed, Untimed) else "wall"
 
     def _open(self, message: Open) -> Opened:
         self._lanes = ()
@@ -463,7 +476,7 @@ class Worker:
                 lanes.append(None)
                 problems.append(self._problem(error, Cause.COMPILE))
         self._lanes = tuple(lanes)
-        self._timer.begin()
+        self._begin(message.is_timed)
         return Opened(problems=tuple(problems))
 
     def _bind(self, message: Open, lane: Lane, sets: Sequence[Set]) -> Bound:
