@@ -373,6 +373,18 @@ def test_a_route_is_available_by_what_is_kept(
     assert "is not in the compiled library for sm90, and FASTKERNELS_JIT is off" in decline.reason
 
 
+def test_what_is_loaded_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forced route is asked before every call."""
+    monkeypatch.setattr(extension, "load", lambda: extension.Library(None, {"kernels": []}))
+    monkeypatch.setattr(extension, "driver_problem", lambda: None)
+    monkeypatch.setattr(jit, "declines", lambda *about: "nobody has it")
+    monkeypatch.setattr(compiled, "_plans", {("gdn_decode", CUDA.name, CUDA.config, "sm90"): 7})
+    assert compiled.available(CUDA, named_device("h200"), CUDA.config) is None
+    assert compiled.available(CUDA, named_device("b200"), CUDA.config) is not None
+    monkeypatch.setattr(compiled, "_plans", {})
+    assert compiled.available(CUDA, named_device("h200"), CUDA.config) is not None
+
+
 @pytest.mark.toolchain
 @pytest.mark.parametrize("name", ["bulk_rows", "triton_rows", "cute_rows"])
 def test_real_code_serves_without_the_compiler(

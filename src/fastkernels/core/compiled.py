@@ -82,6 +82,8 @@ def available(kernel: Kernel, device: DeviceInfo, config: Any) -> Decline | None
         return Decline(problem)
     if extension.built(kernel, config, device.arch) is not None:
         return None
+    if (kernel.op, kernel.name, config, device.arch) in _plans:
+        return None  # in memory; a search of the folder of kept code takes 5 ms
     missing = [v for v in kernel.variants if not _is_lent(kernel, config, device.arch, v)]
     reason = jit.declines(kernel, config, device.arch, missing)
     if reason is None:
