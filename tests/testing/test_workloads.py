@@ -380,3 +380,47 @@ def test_dsa_bytes_are_those_of_the_rows_drawn(law: str) -> None:
 @pytest.mark.parametrize("case", [dsa_inputs.CONTEST[0], dsa_inputs.SERVING[-1]])
 def test_dsa_the_oracle_is_for_few_tokens(case: dsa_inputs.Case) -> None:
     assert dsa.oracle(case) == (case.num_tokens == 1)
+
+
+# ---- prefill ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zero_length_sequences", "around_chunks", "hostile_offsets", "no_state", "pool", "raw_keys"],
+)
+def test_prefill_side_by_side_is_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several calls, whole and in groups of three sequences, slack of ill-conditioned heads
+    included."""
+    stratum = catalog.module("gdn_prefill", "adversarial").STRATA[name]
+    many = [stratum.draw(seed)[0] for seed in (3, 4, 5)]
+    wanted = gdn_prefill.expect_by_oracle(many)
+    for limit in (1 << 30, 3 * 8 * many[0].v.shape[1] * 128 * 128):
+        monkeypatch.setattr(gdn_prefill, "_STATES_BYTES", limit)
+        for want, got in zip(wanted, gdn_prefill.expect_side_by_side(many), strict=True):
+            assert got.offsets == want.offsets
+            assert torch.equal(got.kept, want.kept)
+            for field in dataclasses.fields(want):
+                one, other = getattr(want, field.name), getattr(got, field.name)
+                if isinstance(one, torch.Tensor) and one.dtype == torch.float64:
+                    size = one.nan_to_num().abs().max() if one.numel() else 0.0
+                    torch.testing.assert_close(
+                        other, one, rtol=0, atol=1e-11 * float(size), equal_nan=True
+                    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["around_chunks", "pool", "raw_keys"])
+def test_prefill_side_by_side_on_a_device(name: str) -> None:
+    stratum = catalog.module("gdn_prefill", "adversarial").STRATA[name]
+    many = [stratum.draw(seed, "cuda")[0] for seed in (3, 4)]
+    for inputs, got in zip(many, gdn_prefill.expect_by_oracle(many), strict=True):
+        want = gdn_prefill.expect_by_oracle(
+            [type(inputs)._make(x.cpu() if isinstance(x, torch.Tensor) else x for x in inputs)]
+        )[0]
+        assert got.output.is_cuda
+        for one, other in ((want.output, got.output), (want.new_state, got.new_state)):
+            size = float(one.nan_to_num().abs().max())
+            torch.testing.assert_close(other.cpu(), one, rtol=0, atol=1e-11 * size, equal_nan=True)
+        outputs = tuple(t.float() for t in (got.output, got.new_state))
+        assert all(error.ok for error in got.judge(outputs))

@@ -417,17 +417,20 @@ def test_inputs_that_change_their_shape_with_the_seed_are_the_harness_fault(
 def test_nan_in_the_expected_output_is_the_harness_fault(
     bare: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loan = bare.lend(decode(), 1)
+    loan = bare.lend(decode(), 2)
     expect = bare._now.expect
-    monkeypatch.setattr(
-        bare._now, "expect", lambda x: expect(x._replace(v=torch.full_like(x.v, float("nan"))))
-    )
-    fill(bare, 0, 5)
-    calls = (Call(slot=0, returned=call(bare, loan)),)
-    reply = judge.answer(bare, Check(calls=calls, is_judged=True, allowance=1.0))
-    assert isinstance(reply, Fault)
-    assert reply.cause == Cause.HARNESS_BUG
-    assert "has NaN" in reply.message
+
+    def spoilt(many: Any) -> Any:
+        return expect([x._replace(v=torch.full_like(x.v, float("nan"))) for x in many])
+
+    monkeypatch.setattr(bare._now, "expect", spoilt)
+    bare.fill([Draw(slot=0, seed=5), Draw(slot=1, seed=6)])
+    calls = tuple(Call(slot=slot, returned=call(bare, loan, slot)) for slot in range(2))
+    for asked in (calls[:1], calls):
+        reply = judge.answer(bare, Check(calls=asked, is_judged=True, allowance=1.0))
+        assert isinstance(reply, Fault)
+        assert reply.cause == Cause.HARNESS_BUG
+        assert "of seed 5 has NaN" in reply.message
 
 
 # ---- several at a time --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Expected:
         if got.shape != self.output.shape:
             return wrong_shape(SPEC.tolerances[0], got, tuple(self.output.shape))
         total, num_v_heads = self.output.shape[:2]
-        nothing = torch.zeros(num_v_heads)
+        nothing = self.output_kappa.new_zeros(num_v_heads)
         # Tokens of no sequence are rows with kappa 0: only exact zeros pass.
         rows = [
             (0, self.offsets[0], nothing, nothing),
@@ -99,7 +99,7 @@ def _at_token(begin: int, error: Error) -> Error:
     return dataclasses.replace(error, at=(begin + token, head, column))
 
 
-class _Values(NamedTuple):
+class Values(NamedTuple):
     """Inputs in float64 per value head: q, k [T, Hv, K], v [T, Hv, V], log_g and beta [T, Hv]."""
 
     q: torch.Tensor
@@ -108,8 +108,8 @@ class _Values(NamedTuple):
     log_g: torch.Tensor
     beta: torch.Tensor
 
-    def tokens(self, begin: int, end: int) -> _Values:
-        return _Values(*(values[begin:end] for values in self))
+    def tokens(self, begin: int, end: int) -> Values:
+        return Values(*(values[begin:end] for values in self))
 
 
 def clean_offsets(values: Sequence[int], total: int) -> tuple[int, ...]:
@@ -120,62 +120,92 @@ def clean_offsets(values: Sequence[int], total: int) -> tuple[int, ...]:
     return tuple(offsets)
 
 
+class Run(NamedTuple):
+    """One sequence to its end: output [L, Hv, V], state [Hv, V, K], and norms of the kappa of both
+    [Hv]."""
+
+    output: torch.Tensor
+    state: torch.Tensor
+    output_kappa: torch.Tensor
+    state_kappa: torch.Tensor
+
+
+class Call:
+    """The sequences of one call, and what it must give once each of them was run: `reference` runs
+    them one after the other on the CPU. Lies on `device`; `inputs` are not changed."""
+
+    def __init__(self, inputs: Inputs, device: torch.device | str = "cpu") -> None:
+        x = Inputs._make(
+            t.detach().to(device) if isinstance(t, torch.Tensor) else t for t in inputs
+        )
+        total, num_v_heads, head_size = x.v.shape
+        self.offsets = clean_offsets(x.cu_seqlens.tolist(), total)
+        self.scale = resolve_scale(x.scale, head_size)
+        group = num_v_heads // x.q.shape[1]
+        self.values = Values(
+            x.q.double().repeat_interleave(group, dim=1),
+            x.k.double().repeat_interleave(group, dim=1),
+            x.v.double(),
+            *gates(x.A_log, x.a, x.dt_bias, x.b),
+        )
+        num_seqs = len(self.offsets) - 1
+        if x.state is None:
+            shape = (num_seqs, num_v_heads, head_size, head_size)
+            self.before = x.v.new_zeros(shape, dtype=torch.float64)
+        else:
+            self.before = x.state.double()
+        read = range(num_seqs) if x.read_indices is None else x.read_indices.tolist()
+        write = read if x.write_indices is None else x.write_indices.tolist()
+        self._slots = list(zip(read, write, strict=True))
+
+    def sequences(self) -> Iterator[tuple[int, torch.Tensor, Values]]:
+        """Number, start state and tokens of each that is no padding."""
+        for i, (begin, end) in enumerate(pairwise(self.offsets)):
+            read, _ = self._slots[i]
+            if 0 <= read < self.before.shape[0]:
+                yield i, self.before[read], self.values.tokens(begin, end)
+
+    def expected(self, runs: Mapping[int, Run]) -> Expected:
+        """`runs` by the numbers of their sequences."""
+        num_states, num_v_heads = self.before.shape[:2]
+        num_seqs, new_zeros = len(self.offsets) - 1, self.before.new_zeros
+        after, output = self.before.clone(), torch.zeros_like(self.values.v)
+        output_kappa, output_slack = new_zeros(2, num_seqs, num_v_heads)
+        state_kappa, state_slack = new_zeros(2, num_states, num_v_heads)
+        kept = torch.ones(num_states, dtype=torch.bool, device=after.device)
+        for i, S, tokens in self.sequences():
+            run, (begin, end) = runs[i], self.offsets[i : i + 2]
+            out_slack, S_slack = _slack(S, tokens, self.scale, run)
+            output[begin:end], output_kappa[i], output_slack[i] = (
+                run.output, run.output_kappa, out_slack,
+            )  # fmt: skip
+            _, write = self._slots[i]
+            if 0 <= write < num_states:
+                after[write], kept[write] = run.state, begin == end
+                state_kappa[write], state_slack[write] = run.state_kappa, S_slack
+        return Expected(
+            output, after, output_kappa, state_kappa, output_slack, state_slack, kept, self.offsets
+        )  # fmt: skip
+
+
 def reference(inputs: Inputs) -> Expected:
     """Runs on the CPU; `inputs` are not changed."""
-    x = Inputs._make(t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in inputs)
-    total, num_v_heads, head_size = x.v.shape
-    offsets = clean_offsets(x.cu_seqlens.tolist(), total)
-    num_seqs = len(offsets) - 1
-    scale = resolve_scale(x.scale, head_size)
-    group = num_v_heads // x.q.shape[1]
-    values = _Values(
-        x.q.double().repeat_interleave(group, dim=1),
-        x.k.double().repeat_interleave(group, dim=1),
-        x.v.double(),
-        *gates(x.A_log, x.a, x.dt_bias, x.b),
-    )
-    if x.state is None:
-        after = torch.zeros((num_seqs, num_v_heads, head_size, head_size), dtype=torch.float64)
-    else:
-        after = x.state.double()  # a copy
-    before = after.clone()
-    num_states = after.shape[0]
-    output = torch.zeros(x.v.shape, dtype=torch.float64)
-    output_kappa, output_slack = torch.zeros(2, num_seqs, num_v_heads, dtype=torch.float64)
-    state_kappa, state_slack = torch.zeros(2, num_states, num_v_heads, dtype=torch.float64)
-    kept = torch.ones(num_states, dtype=torch.bool)
-
-    read = range(num_seqs) if x.read_indices is None else x.read_indices.tolist()
-    write = read if x.write_indices is None else x.write_indices.tolist()
-    for i, (begin, end) in enumerate(pairwise(offsets)):
-        if not 0 <= read[i] < num_states:
-            continue
-        tokens, S = values.tokens(begin, end), before[read[i]]
-        out, S_new, out_kappa, S_kappa = recurrence(S, tokens, scale)
-        out_slack, S_slack = _slack(S, tokens, scale, out, S_new, out_kappa, S_kappa)
-        output[begin:end], output_kappa[i], output_slack[i] = out, out_kappa, out_slack
-        if 0 <= write[i] < num_states:
-            after[write[i]], kept[write[i]] = S_new, begin == end
-            state_kappa[write[i]], state_slack[write[i]] = S_kappa, S_slack
-    return Expected(
-        output, after, output_kappa, state_kappa, output_slack, state_slack, kept, offsets
-    )  # fmt: skip
+    call = Call(inputs)
+    return call.expected({i: recurrence(S, x, call.scale) for i, S, x in call.sequences()})
 
 
-def recurrence(
-    S: torch.Tensor, x: _Values, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One sequence: (O [L, Hv, V], S', norm of kappa of O [Hv], norm of kappa of S' [Hv])."""
+def recurrence(S: torch.Tensor, x: Values, scale: float) -> Run:
+    """Of one sequence, [Hv, V, K] its start state."""
     heads = [
-        _recurrence_of_head(S[h], _Values(*(values[:, h] for values in x)))
+        _recurrence_of_head(S[h], Values(*(values[:, h] for values in x)))
         for h in range(S.shape[0])
     ]
     out, S_new, out_kappa, S_kappa = (torch.stack(part) for part in zip(*heads, strict=True))
-    return scale * out.transpose(0, 1), S_new, abs(scale) * out_kappa, S_kappa
+    return Run(scale * out.transpose(0, 1), S_new, abs(scale) * out_kappa, S_kappa)
 
 
 def _recurrence_of_head(
-    S: torch.Tensor, x: _Values
+    S: torch.Tensor, x: Values
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One head, in place: 128 KiB stay in cache, and a tensor of that size needs no thread team."""
     S = S.clone()
@@ -198,7 +228,7 @@ def _recurrence_of_head(
 # ---- ill-conditioned inputs ---------------------------------------------------------------------
 
 
-def ill_conditioned(x: _Values) -> torch.Tensor:
+def ill_conditioned(x: Values) -> torch.Tensor:
     """[Hv]: where one sequence amplifies rounding, so that the usual limit asks too much of a
     chunked form: keys longer than 1, neighbouring keys nearly parallel, or nothing ever forgotten
     (g = 1) while every token replaces what its key held (beta = 1)."""
@@ -210,22 +240,17 @@ def ill_conditioned(x: _Values) -> torch.Tensor:
     return (long_keys | parallel | undamped) & (x.k.shape[0] > 0)
 
 
-def _slack(
-    S: torch.Tensor,
-    x: _Values,
-    scale: float,
-    out: torch.Tensor,
-    S_new: torch.Tensor,
-    out_kappa: torch.Tensor,
-    S_kappa: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _slack(S: torch.Tensor, x: Values, scale: float, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """What is added to the limits of ill-conditioned heads, so that they become twice the error of
     the plain bfloat16 form if that is more. 0 for the others."""
     wanted = ill_conditioned(x)
     if not wanted.any():
-        return torch.zeros_like(out_kappa), torch.zeros_like(S_kappa)
+        return torch.zeros_like(run.output_kappa), torch.zeros_like(run.state_kappa)
     out_bf16, S_bf16 = chunked_bf16(S, x, scale)
-    pairs = ((out_bf16, out, out_kappa, (0, 2)), (S_bf16, S_new, S_kappa, (1, 2)))
+    pairs = (
+        (out_bf16, run.output, run.output_kappa, (0, 2)),
+        (S_bf16, run.state, run.state_kappa, (1, 2)),
+    )
     slack = []
     for tolerance, (got, want, kappa, dims) in zip(SPEC.tolerances, pairs, strict=True):
         size = torch.maximum(torch.linalg.vector_norm(want, dim=dims), kappa) + 1e-30
@@ -237,7 +262,7 @@ def _slack(
     return slack[0], slack[1]
 
 
-def chunked_bf16(S: torch.Tensor, x: _Values, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked_bf16(S: torch.Tensor, x: Values, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The yardstick: one sequence in the plain chunked WY form, every matrix product with bfloat16
     operands and float32 sums, gates and the triangular inverse in float32. (O [L, Hv, V], S')."""
     S = S.float()
@@ -248,7 +273,7 @@ def chunked_bf16(S: torch.Tensor, x: _Values, scale: float) -> tuple[torch.Tenso
         total, beta = log_g.cumsum(-1), beta[..., None]
         decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
         start, end = total.exp()[..., None], decay[:, -1, :, None]
-        one = torch.eye(q.shape[1]).expand(q.shape[0], -1, -1)
+        one = torch.eye(q.shape[1], device=q.device).expand(q.shape[0], -1, -1)
         inverse = torch.linalg.solve_triangular(
             one + (beta * decay * _mm(k, k.mT)).tril(-1), one, upper=False
         )

@@ -67,8 +67,9 @@ class Workloads(Protocol):
     def expect(self, inputs: Any, /) -> Expected:
         """What a call must give, in float64."""
 
-    def expect_by_oracle(self, inputs: Any, /) -> Expected:
-        """The same by the oracle's own lines, where the operator lets it: on the inputs' device."""
+    def expect_by_oracle(self, many: Sequence[Any], /) -> Sequence[Expected]:
+        """The same of each of several, by the oracle's own equations in their own order; on the
+        inputs' device where the operator has a way to."""
 
     def join(self, inputs: Sequence[Any], /) -> Any | None:
         """Several inputs of one case as one, for `expect` and `expect_by_oracle`: outputs are those

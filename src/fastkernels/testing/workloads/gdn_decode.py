@@ -106,12 +106,12 @@ def expect(inputs: Inputs) -> Expected | OracleExpected:
     """On the inputs' device; by the oracle where there is no state, or where rows of a pool are
     padding or write elsewhere."""
     if inputs.state is None or inputs.write_indices is not None:
-        return expect_by_oracle(inputs)
+        return expect_by_oracle([inputs])[0]
     return expect_on_device(inputs)
 
 
-def expect_by_oracle(inputs: Inputs) -> OracleExpected:
-    return reference(inputs, inputs.q.device)
+def expect_by_oracle(many: Sequence[Inputs]) -> list[OracleExpected]:
+    return [reference(inputs, inputs.q.device) for inputs in many]
 
 
 def expect_on_device(inputs: Inputs) -> Expected:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from fastkernels.core import dispatch
 from fastkernels.core.device import DeviceInfo
@@ -23,8 +24,8 @@ from fastkernels.ops.gdn_prefill.inputs import (
 )
 from fastkernels.ops.gdn_prefill.kernels import CHUNK
 from fastkernels.ops.gdn_prefill.problem import Inputs
+from fastkernels.ops.gdn_prefill.reference import Call, Run, Values, clean_offsets, reference
 from fastkernels.ops.gdn_prefill.reference import Expected as OracleExpected
-from fastkernels.ops.gdn_prefill.reference import clean_offsets, reference
 from fastkernels.ops.gdn_prefill.spec import SPEC
 from fastkernels.testing.workloads import gdn_forms
 from fastkernels.testing.workloads.gdn_forms import (
@@ -151,11 +152,80 @@ def expect(inputs: Inputs) -> Expected | OracleExpected:
     """On the inputs' device; by the oracle where there is no state, or where sequences of a pool
     are padding or write elsewhere."""
     if inputs.state is None or inputs.write_indices is not None:
-        return expect_by_oracle(inputs)
+        return expect_by_oracle([inputs])[0]
     return expect_on_device(inputs)
 
 
-expect_by_oracle = reference
+def expect_by_oracle(many: Sequence[Inputs]) -> list[OracleExpected]:
+    """On a GPU all sequences of all calls side by side."""
+    if all(inputs.q.device.type == "cpu" for inputs in many):
+        return [reference(inputs) for inputs in many]
+    return expect_side_by_side(many)
+
+
+def expect_side_by_side(many: Sequence[Inputs]) -> list[OracleExpected]:
+    """The oracle's recurrence, on the inputs' device. Reads there what `reference` reads of
+    offsets and indices."""
+    calls = [Call(inputs, inputs.q.device) for inputs in many]
+    places = [(c, i, S, x) for c, call in enumerate(calls) for i, S, x in call.sequences()]
+    runs: list[dict[int, Run]] = [{} for _ in calls]
+    found = side_by_side([S for *_, S, _ in places], [x for *_, x in places])
+    for (c, i, *_), run in zip(places, found, strict=True):
+        scale = calls[c].scale
+        runs[c][i] = run._replace(
+            output=scale * run.output, output_kappa=abs(scale) * run.output_kappa
+        )
+    return [call.expected(each) for call, each in zip(calls, runs, strict=True)]
+
+
+# What the states of sequences side by side may take; what is made of them on the way takes as much
+# again twice.
+_STATES_BYTES = 1 << 30
+
+
+def side_by_side(starts: Sequence[torch.Tensor], tokens: Sequence[Values]) -> list[Run]:
+    """`reference.recurrence` of many sequences, without their scale."""
+    found: dict[int, Run] = {}
+    longest_first = sorted(range(len(starts)), key=lambda i: -tokens[i].v.shape[0])
+    if starts:
+        at_once = max(1, _STATES_BYTES // (8 * starts[0].numel()))
+        for first in range(0, len(starts), at_once):
+            chosen = longest_first[first : first + at_once]
+            runs = _side_by_side([starts[i] for i in chosen], [tokens[i] for i in chosen])
+            found |= dict(zip(chosen, runs, strict=True))
+    return [found[i] for i in range(len(starts))]
+
+
+def _side_by_side(starts: list[torch.Tensor], tokens: list[Values]) -> list[Run]:
+    """Of sequences from the longest to the shortest: those that go on are always the first."""
+    lengths = [each.v.shape[0] for each in tokens]
+    S = torch.stack(starts)  # [R, Hv, V, K]
+    padded = Values(*(pad_sequence(list(part)) for part in zip(*tokens, strict=True)))  # [L, R, ..]
+    q, k, v, g, beta = padded._replace(log_g=padded.log_g.exp())
+    out, square = torch.zeros_like(v), S.new_zeros(S.shape[:2])
+    state_kappa = S.new_zeros(S.shape[:2])
+    for t in range(v.shape[0]):
+        n = sum(length > t for length in lengths)
+        state = S[:n].mul_(g[t, :n, :, None, None])
+        u = beta[t, :n, :, None] * (v[t, :n] - _times(state, k[t, :n]))
+        size, key, query = u.abs(), k[t, :n].abs(), q[t, :n].abs()
+        absolute = state.abs()
+        kappa = _times(absolute, query) + size * (key * query).sum(-1, keepdim=True)
+        square[:n] += kappa.square().sum(-1)
+        state += u[..., :, None] * k[t, :n, :, None, :]
+        out[t, :n] = _times(state, q[t, :n])
+        ended = slice(sum(length > t + 1 for length in lengths), n)
+        last = absolute[ended] + size[ended, :, :, None] * key[ended, :, None, :]
+        state_kappa[ended] = last.flatten(2).norm(dim=-1)
+    output_kappa = square.sqrt()
+    return [
+        Run(out[:length, i], S[i], output_kappa[i], state_kappa[i])
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(matrices, vectors[..., None])[..., 0]
 
 
 def join(inputs: Sequence[Inputs]) -> None:

@@ -34,7 +34,7 @@ updates = _generic.updates
 live = _generic.live
 restore = _generic.restore
 outputs = _generic.outputs
-expect = expect_by_oracle = _generic.expect
+expect, expect_by_oracle = _generic.expect, _generic.expect_by_oracle
 join = _generic.join
 oracle = _generic.oracle
 moved_bytes = _generic.moved_bytes

@@ -127,6 +127,7 @@ class Drawn:
     seed: int
     inputs: Any
     expected: Any = None
+    has_nan: bool = False  # in these results: no yardstick
 
 
 @dataclass
@@ -136,7 +137,7 @@ class OnLoan:
     workload: Workload
     case: Any
     draw: Callable[[int], Any]
-    expect: Callable[[Any], Any]
+    expect: Callable[[Sequence[Any]], Sequence[Any]]
     loan: Loan
     join: Callable[[Sequence[Any]], Any]
     writable: frozenset[str]
@@ -222,9 +223,11 @@ class Judge:
         self._current = OnLoan(workload, case, draw, expect, loan, join, writable, before)
         return loan
 
-    def _source(self, workload: Workload) -> tuple[Any, Callable[[int], Any], Callable[[Any], Any]]:
-        """The case, and how inputs and results come about: on the device where the operator has a
-        way to, results of adversarial ones always by the oracle."""
+    def _source(
+        self, workload: Workload
+    ) -> tuple[Any, Callable[[int], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+        """The case, and how inputs and, of several, results come about: on the device where the
+        operator has a way to, results of adversarial ones always by the oracle."""
         if workload.listed == "adversarial":
             from fastkernels_tuner import trials  # late: it brings SciPy
 
@@ -240,7 +243,7 @@ class Judge:
                 return work.own_inputs(case, self.device)
             return work.fresh_inputs(case, seed, self.device)
 
-        return case, draw, work.expect
+        return case, draw, lambda many: [work.expect(inputs) for inputs in many]
 
     def _free_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -356,6 +359,8 @@ class Judge:
             worst = self._worst_of_all([call.slot for call in calls])
             if worst is not None and worst <= allowance:
                 return tuple(Checked(failure=None, worst=worst / allowance) for _ in calls)
+        if is_judged:
+            self._expect([call.slot for call in calls])
         found = []
         for call, is_changed in zip(calls, changed, strict=True):
             found.append(self._check(call, is_changed, is_judged, allowance))
@@ -382,7 +387,7 @@ class Judge:
         key = tuple(Draw(slot=which, seed=now.drawn[which].seed) for which in slots)
         if key not in now.joined:
             inputs = now.join([now.drawn[which].inputs for which in slots])
-            expected = None if inputs is None else now.expect(inputs)
+            expected = None if inputs is None else now.expect([inputs])[0]
             now.joined[key] = None if _has_nan(expected) else expected
         expected = now.joined[key]
         if expected is None:
@@ -534,12 +539,26 @@ class Judge:
                 )
         return None
 
+    def _expect(self, slots: Sequence[int]) -> None:
+        """What calls on some slots have to give; kept as long as their inputs: the next candidate
+        gets the same."""
+        now = self._now
+        missing = [now.drawn[w] for w in slots if now.drawn[w].expected is None]
+        if not missing:
+            return
+        found = now.expect([drawn.inputs for drawn in missing])
+        for drawn, expected in zip(missing, found, strict=True):
+            drawn.expected, drawn.has_nan = expected, _has_nan(expected)
+
     def _errors(self, which: int) -> list[Error]:
         now, slot = self._now, self.slot(which)
         drawn = now.drawn[which]
-        if drawn.expected is None:  # kept as long as its inputs: the next candidate gets the same
-            drawn.expected = now.expect(drawn.inputs)
-            _refuse_nan(now.workload, drawn)
+        assert drawn.expected is not None
+        if drawn.has_nan:  # the workload is at fault
+            raise JudgeFailed(
+                Cause.HARNESS_BUG,
+                f"{now.workload}: the expected output of seed {drawn.seed} has NaN",
+            )
         by_name = {lent.name: lent for lent in now.loan.tensors}
         results = tuple(buffers.view(slot, by_name[name]) for name in now.loan.results)
         errors: list[Error] = drawn.expected.judge(results)
@@ -605,14 +624,6 @@ def _differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def _has_nan(expected: Any) -> bool:
     output = getattr(expected, "output", None)
     return isinstance(output, torch.Tensor) and bool(output.isnan().any())
-
-
-def _refuse_nan(workload: Workload, drawn: Drawn) -> None:
-    """A result without numbers would be no yardstick: the workload is at fault."""
-    if _has_nan(drawn.expected):
-        raise JudgeFailed(
-            Cause.HARNESS_BUG, f"{workload}: the expected output of seed {drawn.seed} has NaN"
-        )
 
 
 # ---- facts --------------------------------------------------------------------------------------
