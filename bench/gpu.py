@@ -15,6 +15,7 @@ import torch
 
 from bench import facts, floor
 from bench.peers import TOLERANCE, Found, Peer
+from bench.progress import Progress
 from bench.sets import SETS, Sets, Verdict, check, forced, num_sets
 from bench.summary import finite, summarise
 from fastkernels import catalog
@@ -34,15 +35,16 @@ PROTOCOL = {
 HOST = (
     "host_us (outputs allocated) and host_out_us (outputs given): microseconds until an eager call"
     " returns, without synchronisation, no profiler attached, in inference mode, without garbage"
-    " collection; median of 7 rounds over all (axes, mode), each the median of 3 batches of up to"
-    " 200 calls (fewer where these take 10 ms) after 10 that are not counted; copied to the rows of"
-    " it; not of the gap list"
+    " collection; median of {rounds} rounds over all (axes, mode), each the median of 3 batches of"
+    " up to {calls} calls (fewer where these take 10 ms, a single batch where one call does) after"
+    " 10 that are not counted; copied to the rows of it; not of the gap list"
 )
-HOST_ROUNDS, HOST_BATCHES = 7, 3
+HOST_BATCHES = 3
 # Rows around a table's boundaries, whose host time is that of their neighbours.
 UNHOSTED = "gap"
 # A GPU that falls further behind slows a launch down.
 LONGEST_BATCH_S = 0.01
+LONGEST_GROWTH_S = 20.0
 
 
 class RowFailed(Exception):
@@ -52,12 +54,15 @@ class RowFailed(Exception):
 @dataclass(frozen=True)
 class Options:
     """What to measure, and how thoroughly. `trials`: judged calls on fresh draws before timing.
-    `variants`: beside the route that serves a row, each other one with its default config."""
+    `sets`: input sets that calls take in turn, each of them judged. `variants`: beside the route
+    that serves a row, each other one with its default config."""
 
     device: torch.device
     iterations: int = 30
     trials: int = 5
     budget_s: float = 1e9
+    sets: int = SETS
+    host_rounds: int = 7
     host_calls: int = 200
     growth_calls: int = 10_000
     variants: bool = False
@@ -95,6 +100,7 @@ class Bench:
     missing: list[dict[str, Any]] = field(default_factory=list)
     table: str | None = None
     started: float = field(default_factory=time.monotonic)
+    progress: Progress | None = None
 
     def elapsed(self) -> float:
         return time.monotonic() - self.started
@@ -116,11 +122,12 @@ class Bench:
         synchronize = partial(torch.cuda.synchronize, self.options.device)
         samples: dict[Any, dict[str, list[float]]] = {}
         with torch.inference_mode():
-            for _ in range(HOST_ROUNDS):
+            for _ in range(self.options.host_rounds):
                 for identity, each in timed.items():
                     for name, (call, count) in tuple(each.calls.items()):
                         try:
-                            us = timing.host_us(call, synchronize, count, HOST_BATCHES)
+                            batches = HOST_BATCHES if count > 1 else 1
+                            us = timing.host_us(call, synchronize, count, batches)
                         except Exception as error:
                             synchronize()  # raises if the device is lost
                             del each.calls[name]
@@ -168,28 +175,33 @@ class Bench:
     def _batch(self, call: Callable[[], object]) -> int:
         """How many calls make a batch: as many as `LONGEST_BATCH_S` has room for, launches and GPU
         together."""
-        warm_up = 20
-        for _ in range(2):
+        return min(self.options.host_calls, int(LONGEST_BATCH_S / self._seconds(call)) + 1)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Of one call, launch and GPU, after it was warmed up; a slow one needs no second look."""
+        for calls in (1, 2, 20, 20):
             torch.cuda.synchronize(self.options.device)
             start = time.perf_counter()
-            for _ in range(warm_up):
+            for _ in range(calls):
                 call()
             torch.cuda.synchronize(self.options.device)
-        seconds = (time.perf_counter() - start) / warm_up
-        return min(self.options.host_calls, int(LONGEST_BATCH_S / seconds) + 1)
+            seconds = (time.perf_counter() - start) / calls
+            if calls == 2 and seconds > 10 * LONGEST_BATCH_S:
+                break
+        return seconds
 
     def _growth(self, cases: Sequence[Case]) -> dict[str, Any]:
         case = min(cases, key=lambda case: self.work.moved_bytes(case))
         inputs = self.work.live(self.work.fresh_inputs(case, case.seed, self.options.device))
         call = _as_written(self.operator, inputs._asdict())
-        call()
         device = self.options.device
         with torch.inference_mode():
+            affordable = int(LONGEST_GROWTH_S / self._seconds(call))
             grown = timing.host_growth(
                 call,
                 partial(torch.cuda.synchronize, device),
                 partial(torch.cuda.memory_allocated, device),
-                self.options.growth_calls,
+                min(self.options.growth_calls, max(50, affordable)),
             )
         found = dataclasses.asdict(grown) | {"axes": case.axes, "mode": case.mode}
         self.say(f"host over {grown.calls} calls: {found}")
@@ -200,12 +212,16 @@ class Bench:
     def measure(
         self, rows: Sequence[tuple[str, Case]], recorder: cupti.Recorder, save: Callable[[], None]
     ) -> None:
+        progress = self.progress
+        if progress is None:
+            progress = Progress({self.operator.name: len(rows)})
+            progress.start(self.operator.name)
+        progress.ready()
         for number, (listed, case) in enumerate(rows, 1):
-            name = (
-                f"[{number}/{len(rows)} {self.elapsed():.0f} s] {listed} {_sizes(case)} {case.mode}"
-            )
+            name = f"{listed} {_sizes(case)} {case.mode}"
             if self.elapsed() > self.options.budget_s:
                 self._miss(listed, case, "time budget used up")
+                progress.row()
                 continue
             try:
                 row = self.row(listed, case, recorder)
@@ -213,10 +229,10 @@ class Bench:
                 torch.cuda.synchronize(self.options.device)  # raises if the device is lost
                 why = str(error) if isinstance(error, RowFailed) else cupti.describe(error)
                 self._miss(listed, case, why)
-                self.say(f"{name}: MISSING: {why}")
+                self.say(f"{progress.row()} {name}: MISSING: {why}")
                 continue
             self.rows.append(row)
-            self.say(f"{name}: {_line(row)}")
+            self.say(f"{progress.row()} {name}: {_line(row)}")
             if number % 20 == 0:
                 save()
 
@@ -229,7 +245,7 @@ class Bench:
         device, work = self.options.device, self.work
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        count = num_sets(work, case, free)
+        count = num_sets(work, case, free, self.options.sets)
         if count == 0:
             raise RowFailed(f"needs more than the {free / 1e9:.0f} GB that are free")
         own = work.own_inputs(case, device)
@@ -274,6 +290,7 @@ class Bench:
             "work": work.details(case),
             "route": selection.route.name,
             "config": dataclasses.asdict(selection.config),
+            "reason": selection.reason,
             "us": ours.us.to_dict(),
             "span_us": round(ours.span.median, 3),
             "kernels": ours.kernels,
@@ -424,9 +441,16 @@ class Bench:
             "device": facts.device(self.options.device, clocks),
             "code": facts.code(stamp, self.table),
             "versions": facts.versions(self.peers.versions),
-            "protocol": PROTOCOL | {"iterations": self.options.iterations},
+            "protocol": PROTOCOL
+            | {
+                "inputs": f"fresh pool of {self.options.sets}",
+                "iterations": self.options.iterations,
+            },
             "created": facts.now(),
-            "host": {"how": HOST, "growth": self.growth},
+            "host": {
+                "how": HOST.format(rounds=self.options.host_rounds, calls=self.options.host_calls),
+                "growth": self.growth,
+            },
             "tests": tests,
             "rows": self.rows,
             "missing": self.missing,

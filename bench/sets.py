@@ -117,9 +117,9 @@ class Sets:
         )
 
 
-def num_sets(work: Workloads, case: Case, free: int) -> int:
-    """How many input sets fit, at most SETS; 0: none."""
-    return next((n for n in range(SETS, 0, -1) if work.held_bytes(case, n) < 0.9 * free), 0)
+def num_sets(work: Workloads, case: Case, free: int, most: int = SETS) -> int:
+    """How many input sets fit, up to `most`; 0: none."""
+    return next((n for n in range(most, 0, -1) if work.held_bytes(case, n) < 0.9 * free), 0)
 
 
 def check(variant: Variant, which: int) -> None:

@@ -1,12 +1,14 @@
 """Other implementations to measure beside ours; `src/` never imports them.
 
-`bench/peers/<op>.py` lists its adapters in `PEERS`. A peer that is absent, has another version,
-raises or computes something else is recorded with the reason and left out of the ratios.
+`bench/peers/<op>.py` lists its adapters in `PEERS`. A peer that is absent or has another version is
+recorded with the line that installs it; one that raises or computes something else, with the
+reason; both are left out of the ratios.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -50,6 +52,10 @@ class Peer:
     bind: Callable[[Any, str], Call]
     adapted: str = "none"
 
+    @property
+    def pip(self) -> str:
+        return f"pip install {self.package}=={self.version}"
+
 
 @dataclass
 class Found:
@@ -63,24 +69,30 @@ class Found:
         return {peer.package: peer.version for peer in self.peers}
 
 
-def load(op: str, names: Sequence[str]) -> Found:
-    """The named peers of an operator, imported and of the pinned version."""
-    found = Found()
-    if not names:
-        return found
-    known = {peer.name: peer for peer in importlib.import_module(f"bench.peers.{op}").PEERS}
-    for name in names:
+def of(op: str) -> dict[str, Peer]:
+    """Every peer of an operator by name, installed or not."""
+    name = f"{__name__}.{op}"
+    if importlib.util.find_spec(name) is None:
+        return {}
+    return {peer.name: peer for peer in importlib.import_module(name).PEERS}
+
+
+def load(op: str, names: Sequence[str] | None = None) -> Found:
+    """The named peers of an operator, or all, imported and of the pinned version."""
+    found, known = Found(), of(op)
+    for name in known if names is None else names:
         if name not in known:
-            found.left_out[name] = f"unknown; bench/peers/{op}.py has {', '.join(known)}"
+            has = ", ".join(known) or "none"
+            found.left_out[name] = f"unknown; bench/peers/{op}.py has {has}"
             continue
         peer = known[name]
         try:
             version = _version(importlib.import_module(peer.module), peer.package)
         except Exception as error:  # whatever a foreign package raises while it is imported
-            found.left_out[name] = describe(error)
+            found.left_out[name] = f"{describe(error)}: {peer.pip}"
             continue
         if version != peer.version:
-            found.left_out[name] = f"{peer.package} is {version}, pinned {peer.version}"
+            found.left_out[name] = f"{peer.package} is {version}: {peer.pip}"
         else:
             found.peers.append(peer)
     return found

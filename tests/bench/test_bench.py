@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +296,16 @@ def test_peers_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
     found = peers.load("gdn_decode", ["flashinfer", "fla", "other"])
     assert not found.peers
-    assert found.left_out["flashinfer"] == "flashinfer-python is 0.7.3, pinned 0.7.4"
-    assert "fla" in found.left_out["fla"]
-    assert "unknown" in found.left_out["other"]
+    assert found.left_out["flashinfer"] == (
+        "flashinfer-python is 0.7.3: pip install flashinfer-python==0.7.4"
+    )
+    assert re.fullmatch(r".*Error: .*fla.*: pip install fla-core==0\.6\.0", found.left_out["fla"])
+    assert "unknown; bench/peers/gdn_decode.py has flashinfer, fla" in found.left_out["other"]
+    assert set(peers.load("gdn_decode").left_out) == {"flashinfer", "fla"}  # all, if none is named
     monkeypatch.setitem(sys.modules, "fla", types.SimpleNamespace(__version__="0.6.0"))
     assert peers.load("gdn_decode", ["fla"]).versions == {"fla-core": "0.6.0"}
-    assert not peers.load("gdn_decode", []).peers
+    assert peers.load("gdn_decode", []) == Found()
+    assert peers.load("dsa_topk_indexer") == Found()  # nobody has one yet
 
 
 def test_the_floor_moves_the_same_bytes() -> None:
@@ -377,6 +384,9 @@ def test_other_routes_stand_beside_what_serves(recorder: Any) -> None:
         assert entry["config"] == {}
 
 
+PREFILL = str(Path(__file__).parents[2] / "bench" / "results" / "cpu" / "gdn_prefill.json")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -384,12 +394,178 @@ def test_other_routes_stand_beside_what_serves(recorder: Any) -> None:
         (["--device", "cuda", "--out", "x", "--route", "y"], "a matter of --sweep"),
         (["--device", "cuda", "--out", "x", "--sanitizer-log", "lint=x"], "expected memcheck"),
         (["--where", "tokens=3"], "not an axis"),
+        (["--page"], "--out is needed"),
+        (["--lists", "contst"], "--lists contst: expected of contest, gap, serving"),
+        (["--modes", "default"], "--modes default: expected of functional, inplace, pool"),
+        (["--lists", "gap"], "no row is left"),
+        (["--against", "nowhere"], "--against: nowhere/gdn_decode.json: no such file"),
+        (["--against", PREFILL], "gdn_prefill.json is of another operator"),
+        (["--device", "cuda", "--out", "x", "--sweep", "all", "--quick"], "without --quick"),
+        (["--sweep", "all"], "on a GPU"),
     ],
 )
 def test_wrong_options_say_so(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(run.main, ["--op", "gdn_decode", *arguments])
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_all_are_those_that_a_gpu_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = torch.device("cuda:0")
+    monkeypatch.setattr(run, "device_info", lambda index: named_device("h200"))
+    assert run.named("all", index) == list(catalog.OPERATORS)
+    assert run.named("gdn_decode", index) == [OPERATOR]
+    compiled, safe = OPERATOR.routes[0], OPERATOR.safe_route
+    other = dataclasses.replace(compiled, archs=("sm80",))
+    kernels, torch_alone, elsewhere = (
+        dataclasses.replace(OPERATOR, routes=routes)
+        for routes in ((compiled, safe), (safe,), (other, safe))
+    )
+    monkeypatch.setattr(catalog, "OPERATORS", (kernels, torch_alone, elsewhere))
+    assert run.named("all", index) == [kernels]
+    assert run.named("all", None) == [kernels, torch_alone, elsewhere]
+
+
+def test_a_quick_run_takes_the_smallest_and_the_middle_row() -> None:
+    everything = run.Filter((), 0, (), (), False)
+    rows = everything.rows(OPERATOR, None, False)
+    few = dataclasses.replace(everything, is_quick=True).rows(OPERATOR, None, False)
+    found = [(listed, case.axes["batch_size"]) for listed, case in few]
+    sizes = {
+        listed: sorted(case.axes["batch_size"] for each, case in rows if each == listed)
+        for listed in ("contest", "serving")
+    }
+    assert found == [
+        (listed, size) for listed in sizes for size in (sizes[listed][0],
+                                                        sizes[listed][len(sizes[listed]) // 2])
+    ]  # fmt: skip
+    gap = [
+        ("gap", Case("gap", 3)),
+        ("serving", Case("x", 5)),
+        ("serving", Case("y", 5, mode="pool")),
+    ]
+    assert run.quick(gap, OPERATOR) == gap[1:]
+    in_place = dataclasses.replace(everything, modes=("inplace",), lists=("contest",))
+    assert not in_place.rows(OPERATOR, None, False)  # on a CPU lists stand as they are
+
+
+def test_quick_options_give_way_to_those_asked_for() -> None:
+    quick = run.thorough(CPU, True, None, None, False, 3.0)
+    full = run.thorough(CPU, False, None, None, True, 3.0)
+    assert (quick.iterations, quick.trials, quick.sets, quick.host_rounds) == (10, 0, 2, 1)
+    assert full == Options(CPU, variants=True, budget_s=3.0)
+    assert run.thorough(CPU, True, 40, 7, False, 3.0).iterations == 40
+    assert run.thorough(CPU, False, None, 0, False, 3.0).trials == 0
+
+
+# ---- the command on a pretended GPU -------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device cuda` up to the kernels: those are calls on the CPU."""
+
+    @contextmanager
+    def recording(device: torch.device) -> Iterator[Any]:
+        yield Recorder()
+
+    monkeypatch.setattr(run, "started_for", lambda device: CPU)
+    monkeypatch.setattr(run, "device_info", lambda index: named_device("h200"))
+    monkeypatch.setattr(run, "clock", lambda device: 1980)
+    monkeypatch.setattr(cupti, "recording", recording)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a pretended GPU")
+    for name in ("flashinfer", "fla"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+# A row of batch 1 in each of two modes.
+ONE = ("--where", "batch_size=1")
+
+
+def invoke(out: Path, *arguments: str, op: str = "gdn_decode") -> Any:
+    common = ["--op", op, "--device", "cuda", "--out", str(out), "--lists", "contest", "--quick"]
+    few = ["--rows", "2", "--iterations", "4"]
+    return CliRunner().invoke(run.main, [*common, *few, *arguments])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_missing_peers_are_listed_with_what_brings_them(tmp_path: Path) -> None:
+    done = invoke(tmp_path, *ONE)
+    assert done.exit_code == 0, done.output
+    data = json.loads((tmp_path / "gdn_decode.quick.json").read_text())
+    assert list(data["peers_left_out"]) == ["flashinfer", "fla"]
+    for name, package in (("flashinfer", "flashinfer-python==0.7.4"), ("fla", "fla-core==0.6.0")):
+        assert data["peers_left_out"][name].endswith(f": pip install {package}")
+        assert f"missing peer {name} of gdn_decode: " in done.output
+    assert data["protocol"]["inputs"] == "fresh pool of 2"
+    assert data["protocol"]["iterations"] == 4
+    assert "median of 1 rounds" in data["host"]["how"]
+    assert "batches of up to 50 calls" in data["host"]["how"]
+    assert {row["mode"] for row in data["rows"]} == {"functional", "inplace"}
+    assert all(row["reason"] for row in data["rows"])
+    assert "[2/2 " in done.output
+    assert invoke(tmp_path, *ONE, "--peers", "none").exit_code == 0
+    path = tmp_path / "gdn_decode.quick.json"
+    assert json.loads(path.read_text())["peers_left_out"] == {}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_is_compared_with_what_lay_there_before(tmp_path: Path) -> None:
+    """Also where the reference is the file that this run overwrites."""
+    path, kept = tmp_path / "gdn_decode.quick.json", tmp_path / "kept"
+    assert invoke(tmp_path, *ONE).exit_code == 0
+    same = invoke(tmp_path, *ONE, "--against", str(path))
+    assert same.exit_code == 0, same.output
+    assert "0 slower, 0 faster, 2 within the spread" in same.output
+    faster = json.loads(path.read_text())
+    faster["rows"][0]["us"] = {"median": 1.0, "p10": 1.0, "p90": 1.0}
+    path.write_text(json.dumps(faster))
+    kept.mkdir()
+    faster["device"]["product"] = "NVIDIA B200"
+    (kept / "gdn_decode.json").write_text(json.dumps(faster))
+    worse = invoke(tmp_path, *ONE, "--against", str(path))
+    assert worse.exit_code == 1
+    assert "SLOWER: contest" in worse.output
+    refused = invoke(tmp_path, *ONE, "--against", str(kept))  # a folder
+    assert refused.exit_code == 1
+    assert "not compared: two devices: product NVIDIA H200 and NVIDIA B200" in refused.output
+    absent = invoke(tmp_path, "--against", str(tmp_path / "nowhere"))
+    assert absent.exit_code == 2
+    assert "--against: " in absent.output
+
+
+@pytest.mark.usefixtures("gpu")
+def test_all_operators_go_on_when_one_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    stopping = catalog.operator("gdn_prefill")
+    monkeypatch.setattr(catalog, "OPERATORS", (stopping, OPERATOR))
+    load = peers.load
+
+    def stop(op: str, names: Any) -> Found:
+        if op == stopping.name:
+            raise RuntimeError("the device is lost")
+        return load(op, names)
+
+    monkeypatch.setattr(peers, "load", stop)
+    done = invoke(tmp_path, "--rows", "1", "--page", op="all")
+    assert done.exit_code == 1
+    assert "gdn_prefill: STOPPED: RuntimeError: the device is lost" in done.output
+    assert "gdn_decode: 1 rows, 0 missing, 0 wrong calls" in done.output
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"gdn_decode.quick.json", "gdn_decode.quick.svg", "index.html"}
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        raise invoke(tmp_path, "--rows", "1", op="gdn_prefill").exception
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_budget_is_kept_by_all(tmp_path: Path) -> None:
+    done = invoke(tmp_path, *ONE, "--budget-s", "-1")
+    assert done.exit_code == 1
+    data = json.loads((tmp_path / "gdn_decode.quick.json").read_text())
+    assert [each["why"] for each in data["missing"]] == ["time budget used up"] * 2
+    assert "gdn_decode: 0 rows, 2 missing, 0 wrong calls" in done.output
 
 
 # ---- sweep --------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_peers_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peers.load("dsa_sparse_attention", NAMES).versions == {"vllm": "0.33.0"}
     monkeypatch.setattr(metadata, "version", lambda package: "0.32.0")
     left_out = peers.load("dsa_sparse_attention", NAMES).left_out
-    assert left_out == dict.fromkeys(NAMES, "vllm is 0.32.0, pinned 0.33.0")
+    assert left_out == dict.fromkeys(NAMES, "vllm is 0.32.0: pip install vllm==0.33.0")
 
     def absent(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
