@@ -1,4 +1,4 @@
-"""The `fastkernels` command: demo, explain, doctor, pack."""
+"""The `fastkernels` command: demo, explain, doctor, pack, traces."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 import fastkernels
 from fastkernels import catalog, demo, doctor
 from fastkernels.contest import check as contest
+from fastkernels.contest import substitute
 from fastkernels.contest.package import PackError, pack
 from fastkernels.core import archs, dispatch
 from fastkernels.core.device import named_device
@@ -235,6 +236,43 @@ def pack_command(
         sys.exit(_WRONG)
     except FastkernelsError as error:
         raise click.UsageError(str(error)) from None
+
+
+@main.command("traces")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False, path_type=Path),
+    help="A folder for flashinfer-bench's trace set; other operators in it stay.",
+)  # fmt: skip
+@click.option(
+    "--op", "ops", multiple=True, type=click.Choice([o.name for o in catalog.OPERATORS]),
+    help="Only these operators; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--runner", type=click.Choice(contest.RUNNERS), default="persistent", show_default=True,
+    help="The official evaluator's.",
+)  # fmt: skip
+def traces_command(out: Path, ops: tuple[str, ...], runner: str) -> None:
+    """Write a trace set with which flashinfer-bench's `apply` calls these operators.
+
+    Runs the official evaluator on this machine's GPU over the contest's workloads. Exit status 1
+    unless every one of them PASSED.
+    """
+    if not contest.available():
+        raise click.UsageError("needs flashinfer-bench; pip install 'fastkernels[pack]'")
+    if not torch.cuda.is_available():
+        raise click.UsageError("needs a GPU: a trace is what the official evaluator measured there")
+    for op in ops or [operator.name for operator in catalog.OPERATORS]:
+        try:
+            found = contest.evaluate_installed(op, runner)
+        except contest.CheckError as error:
+            click.echo(f"WRONG: {op}: {error}", err=True)
+            sys.exit(_WRONG)
+        substitute.write_trace_set(op, out, found)
+        absolute, relative = substitute.largest_errors(found)
+        click.echo(
+            f"{op}: {len(found)} traces, errors up to {absolute:.3g} (max_atol) and {relative:.3g} "
+            "(max_rtol)"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastkernels import catalog
-from fastkernels.contest import official
+from fastkernels.contest import official, substitute
 from fastkernels.contest.baselines import baseline
 from fastkernels.contest.dataset import write_dataset
 from fastkernels.contest.definition import definition
@@ -54,6 +54,7 @@ class Row:
     status: str
     latency_ms: float | None
     log: str
+    trace: Mapping[str, Any]  # as flashinfer-bench writes it
 
 
 def available() -> bool:
@@ -110,28 +111,45 @@ def check_run(package: Package, runner: str, given: Mapping[str, Any] | None = N
     spec = catalog.operator(package.op).spec
     reference = given or baseline(package.op, spec.definition)
     solutions = [package.solution, *([reference] if reference else [])]
-    with tempfile.TemporaryDirectory(prefix="fastkernels-check-") as name:
-        scratch = Path(name)
-        own = _OWN_EVALUATOR.get(package.op)
-        if own is not None and not _has_evaluator(scratch, own):
-            raise CheckError(
-                f"this flashinfer-bench has no {own}: install it from its repository, commit "
-                "40e6ca7844b514eb4b1c7edba6d6a7377df57870 or later"
-            )
-        uuids = write_dataset(package.op, scratch / "dataset", solutions)
-        request = {
-            "do": "run",
-            "root": str(scratch / "dataset"),
-            "settings": settings(package.op) | {"use_isolated_runner": runner == "isolated"},
-        }
-        answer = _ask(scratch, request)
-    rows = [Row(**row) for row in answer["rows"]]
-    lines = [f"evaluator of flashinfer-bench {answer['version']}, {runner} runner"]
+    version, rows, uuids = _evaluate(package.op, solutions, runner, is_alone=True)
+    lines = [f"evaluator of flashinfer-bench {version}, {runner} runner"]
     ours = [row for row in rows if row.solution == package.solution["name"]]
     lines.append(_all_passed(ours, uuids))
     if reference is None:
         return [*lines, "no score: no call of FlashInfer is known here; give one by --baseline"]
     return [*lines, score_line(ours, [r for r in rows if r.solution == reference["name"]], uuids)]
+
+
+def evaluate_installed(op: str, runner: str) -> list[dict[str, Any]]:
+    """Traces of the solution that calls this package, on every workload of the contest, by the
+    official evaluator. Raises CheckError unless all PASSED."""
+    own = substitute.solution(op)
+    _, rows, uuids = _evaluate(op, [own], runner, is_alone=False)
+    _all_passed(rows, uuids)
+    return [substitute.without_files(row.trace) for row in rows]
+
+
+def _evaluate(
+    op: str, solutions: Sequence[Mapping[str, Any]], runner: str, *, is_alone: bool
+) -> tuple[str, list[Row], list[str]]:
+    """flashinfer-bench's version, its verdicts, and the workloads' uuids. `is_alone`: solutions
+    must not find this package."""
+    with tempfile.TemporaryDirectory(prefix="fastkernels-check-") as name:
+        scratch = Path(name)
+        own = _OWN_EVALUATOR.get(op)
+        if own is not None and not _has_evaluator(scratch, own):
+            raise CheckError(
+                f"this flashinfer-bench has no {own}: install it from its repository, commit "
+                "40e6ca7844b514eb4b1c7edba6d6a7377df57870 or later"
+            )
+        uuids = write_dataset(op, scratch / "dataset", solutions)
+        request = {
+            "do": "run",
+            "root": str(scratch / "dataset"),
+            "settings": settings(op) | {"use_isolated_runner": runner == "isolated"},
+        }
+        answer = _ask(scratch, request, is_alone=is_alone)
+    return answer["version"], [Row(**row) for row in answer["rows"]], uuids
 
 
 def settings(op: str) -> dict[str, Any]:
@@ -190,23 +208,28 @@ def _has_evaluator(scratch: Path, name: str) -> bool:
     return done.returncode == 0
 
 
-def _ask(scratch: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def _ask(scratch: Path, request: Mapping[str, Any], *, is_alone: bool = True) -> dict[str, Any]:
     answer = scratch / "answer.json"
     source = Path(official.__file__).read_text(encoding="utf-8")
-    done = _python(scratch, source, json.dumps({**request, "answer": str(answer)}))
+    text = json.dumps({**request, "answer": str(answer)})
+    done = _python(scratch, source, text, is_alone=is_alone)
     if done.returncode != 0 or not answer.is_file():
         raise CheckError(f"flashinfer-bench ended with {done.returncode}: {done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
-def _python(scratch: Path, script: str, text: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter in a folder of its own, with caches of its own and no fastkernels, which
-    its children lack, too: a package stands alone."""
-    shadow = scratch / "shadow" / "fastkernels"
-    shadow.mkdir(parents=True, exist_ok=True)
-    (shadow / "__init__.py").write_text("raise ImportError('a package must not import it')\n")
-    paths = [str(shadow.parent), os.environ.get("PYTHONPATH", "")]
+def _python(
+    scratch: Path, script: str, text: str, *, is_alone: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in a folder of its own, with caches of its own and, where it is to be
+    alone, no fastkernels, which its children lack, too: a package stands alone."""
+    paths = [os.environ.get("PYTHONPATH", "")]
+    if is_alone:
+        shadow = scratch / "shadow" / "fastkernels"
+        shadow.mkdir(parents=True, exist_ok=True)
+        (shadow / "__init__.py").write_text("raise ImportError('a package must not import it')\n")
+        paths.insert(0, str(shadow.parent))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

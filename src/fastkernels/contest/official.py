@@ -64,6 +64,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             "status": found.status.value,
             "latency_ms": found.performance.latency_ms if found.performance else None,
             "log": "" if found.status.value == "PASSED" else found.log[-2000:],
+            "trace": json.loads(trace.model_dump_json()),
         })  # fmt: skip
     return {"version": metadata_version(), "rows": rows}
 
