@@ -2,14 +2,15 @@
 //
 //     nvcc -std=c++17 -O3 -arch=sm_90a bench/micro/copies.cu -o copies && ./copies
 //
-// A block a SM takes steps through a ring of three tiles, as the chain of gdn_prefill does with the
-// inputs of its chunks, and does nothing with them. Blocks in groups of eight read the same tiles.
-// Printed: cycles a step, and bytes a cycle and SM; the rate with all the others idle shows at 8
-// blocks, what the L2 gives at 128.
+// A block a SM takes steps through a ring of tiles, as the chain of gdn_prefill does with the
+// inputs of its chunks, and does nothing with them; all but one tile of the ring are on their way.
+// Blocks in groups of eight read the same tiles. Printed: cycles a step, and bytes a cycle and SM.
+// With few blocks that is what one SM can get, at 128 what the L2 gives; a rate that grows with the
+// ring is one of bytes on their way.
 //
 //     async     cp.async of 16 bytes, 128 threads or 256
 //     bulk      cp.async.bulk of whole quarters of a tile, by one thread
-//     rows      cp.async.bulk of 256 bytes, by 128 threads
+//     rows      cp.async.bulk of 256 bytes or 1 KB, by 128 threads: rows of a strided tensor
 //     multicast an eighth of a tile by each block of a cluster, for all eight
 #include <cuda_runtime.h>
 
@@ -25,10 +26,11 @@ namespace ptx = fastkernels::ptx;
 
 namespace {
 
-constexpr int kStages = 3, kGroup = 8, kSteps = 120, kLargestTile = 45056;
+constexpr int kGroup = 8, kSteps = 120, kLargestTile = 45056;
 
-enum Way { kAsync, kBulk, kRows, kMulticast };
+enum Way { kAsync, kBulk, kRows256, kRows1024, kMulticast };
 
+template <int kStages>
 struct Ring {
   unsigned char* shared;
   int tile;
@@ -66,8 +68,8 @@ __device__ void arrive_everywhere(uint32_t barrier) {
   }
 }
 
-template <Way kWay>
-__device__ void issue(const Ring& ring, const unsigned char* tiles, int step) {
+template <Way kWay, int kStages>
+__device__ void issue(const Ring<kStages>& ring, const unsigned char* tiles, int step) {
   const unsigned char* from = tiles + int64_t{step} * ring.tile;
   const uint32_t thread = threadIdx.x;
   if constexpr (kWay == kAsync) {
@@ -82,11 +84,12 @@ __device__ void issue(const Ring& ring, const unsigned char* tiles, int step) {
       const int at = i * (ring.tile / 4);
       bulk(ring.stage(step) + at, from + at, ring.tile / 4, ring.full(step));
     }
-  } else if constexpr (kWay == kRows) {
+  } else if constexpr (kWay == kRows256 || kWay == kRows1024) {
+    constexpr int kRow = kWay == kRows256 ? 256 : 1024;
     if (thread == 0) ptx::mbarrier_arrive_expect(ring.full(step), ring.tile);
     __syncthreads();
-    for (int at = 256 * thread; at < ring.tile; at += 256 * blockDim.x) {
-      bulk(ring.stage(step) + at, from + at, 256, ring.full(step));
+    for (int at = kRow * thread; at < ring.tile; at += kRow * blockDim.x) {
+      bulk(ring.stage(step) + at, from + at, kRow, ring.full(step));
     }
   } else {
     if (thread != 0) return;
@@ -97,10 +100,10 @@ __device__ void issue(const Ring& ring, const unsigned char* tiles, int step) {
   }
 }
 
-template <Way kWay>
+template <Way kWay, int kStages>
 __global__ void __launch_bounds__(256)
     walk(const unsigned char* all, int tile, int64_t* cycles, uint32_t* sink) {
-  const Ring ring{ptx::dynamic_shared(), tile};
+  const Ring<kStages> ring{ptx::dynamic_shared(), tile};
   const unsigned char* tiles = all + int64_t{blockIdx.x / kGroup} * kSteps * tile;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -116,10 +119,10 @@ __global__ void __launch_bounds__(256)
   }
   uint32_t sum = 0;
   const int64_t start = clock64();
-  for (int i = 0; i < kStages - 1; ++i) issue<kWay>(ring, tiles, i);
+  for (int i = 0; i < kStages - 1; ++i) issue<kWay, kStages>(ring, tiles, i);
   for (int step = 0; step < kSteps; ++step) {
     if (step + kStages - 1 < kSteps) {
-      issue<kWay>(ring, tiles, step + kStages - 1);
+      issue<kWay, kStages>(ring, tiles, step + kStages - 1);
     } else if (kWay == kAsync) {
       ptx::copy_commit();
     }
@@ -148,11 +151,12 @@ void check(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-template <Way kWay>
+template <Way kWay, int kStages>
 void measure(const char* name, int threads, int blocks, int tile, const unsigned char* data,
              int64_t* cycles, uint32_t* sink) {
   const int shared = kStages * tile + 16 * kStages + 1024;
-  check(cudaFuncSetAttribute(walk<kWay>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+  check(cudaFuncSetAttribute(walk<kWay, kStages>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             shared),
         "shared memory");
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -167,15 +171,16 @@ void measure(const char* name, int threads, int blocks, int tile, const unsigned
   std::vector<int64_t> found(blocks);
   double best = 1e30;
   for (int run = 0; run < 6; ++run) {  // the first one fills the L2
-    check(cudaLaunchKernelEx(&config, walk<kWay>, data, tile, cycles, sink), name);
+    check(cudaLaunchKernelEx(&config, walk<kWay, kStages>, data, tile, cycles, sink), name);
     check(cudaDeviceSynchronize(), name);
     check(cudaMemcpy(found.data(), cycles, 8 * blocks, cudaMemcpyDefault), "copy");
     if (run > 0) {
       best = std::min(best, static_cast<double>(*std::max_element(found.begin(), found.end())));
     }
   }
-  std::printf("%-10s %3d threads %3d blocks %5d bytes: %7.0f cycles a step, %5.1f bytes a cycle\n",
-              name, threads, blocks, tile, best / kSteps, tile / (best / kSteps));
+  std::printf(
+      "%-10s %3d threads %3d blocks %d x %5d bytes: %7.0f cycles a step, %5.1f bytes a cycle\n",
+      name, threads, blocks, kStages, tile, best / kSteps, tile / (best / kSteps));
 }
 
 }  // namespace
@@ -189,14 +194,20 @@ int main() {
   check(cudaMemset(data, 1, size), "memory");
   check(cudaMalloc(&cycles, 8 * 256), "memory");
   check(cudaMalloc(&sink, 4), "memory");
-  for (int tile : {kLargestTile / 2, kLargestTile}) {
-    for (int blocks : {8, 16, 32, 64, 128}) {
-      measure<kAsync>("async", 128, blocks, tile, data, cycles, sink);
-      measure<kAsync>("async", 256, blocks, tile, data, cycles, sink);
-      measure<kBulk>("bulk", 128, blocks, tile, data, cycles, sink);
-      measure<kRows>("rows", 128, blocks, tile, data, cycles, sink);
-      measure<kMulticast>("multicast", 128, blocks, tile, data, cycles, sink);
-    }
+  const int half = kLargestTile / 2;  // 22 rows of 1 KB
+  for (int blocks : {8, 16, 64, 128}) {
+    measure<kAsync, 3>("async", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kAsync, 3>("async", 256, blocks, kLargestTile, data, cycles, sink);
+    measure<kAsync, 4>("async", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kAsync, 3>("async", 128, blocks, half, data, cycles, sink);
+    measure<kAsync, 2>("async", 128, blocks, half, data, cycles, sink);
+    measure<kBulk, 3>("bulk", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kBulk, 4>("bulk", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kBulk, 2>("bulk", 128, blocks, half, data, cycles, sink);
+    measure<kRows256, 3>("rows 256", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kRows1024, 3>("rows 1024", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kMulticast, 3>("multicast", 128, blocks, kLargestTile, data, cycles, sink);
+    measure<kMulticast, 4>("multicast", 128, blocks, kLargestTile, data, cycles, sink);
   }
   return 0;
 }
