@@ -17,5 +17,5 @@ MICRO = Path(__file__).parents[2] / "bench" / "micro"
 def test_a_program_compiles(source: Path, tmp_path: Path) -> None:
     nvcc = toolchain.find_nvcc()
     flags = ("-std=c++17", "-O3", "-arch=sm_90a", "-cubin")
-    command = [nvcc.path, *flags, "-o", tmp_path / "x", source]
+    command: list[str | Path] = [nvcc.path, *flags, "-o", tmp_path / "x", source]
     subprocess.run(command, check=True, capture_output=True)
