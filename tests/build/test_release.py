@@ -43,6 +43,8 @@ def wheel(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_complete_wheel_passes(wheel: Callable[..., Path]) -> None:
     release.check_wheel(wheel(), [KERNEL, OTHER])
+    alias = NAME.replace("2_34_x86_64", "2_17_x86_64.manylinux2014_x86_64")
+    release.check_wheel(wheel(name=alias), [KERNEL, OTHER])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,8 @@ def test_a_complete_wheel_passes(wheel: Callable[..., Path]) -> None:
         ({"leave_out": "fastkernels/_lib/manifest.json"}, "lacks .*manifest"),
         ({"leave_out": LICENSE}, "licence"),
         ({"more": ("tests/test_x.py",)}, "holds tests/test_x.py"),
-        ({"more": ("fastkernels.libs/libtvm_ffi.so",)}, "holds .*libtvm_ffi"),
+        ({"more": ("fastkernels.libs/libtvm_ffi-1a2b3c4d.so",)}, "holds .*libtvm_ffi"),
+        ({"more": ("fastkernels_other/x.py",)}, "holds fastkernels_other"),
         ({"missing": [{"op": "gdn_decode"}]}, "lacks kernels"),
         ({"kernels": [KERNEL]}, "lacks 1 kernels, the first .*sm100"),
     ],

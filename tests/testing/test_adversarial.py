@@ -22,6 +22,7 @@ from fastkernels.ops.dsa_topk_indexer.adversarial import BOUNDARY, MARGINS
 from fastkernels.ops.dsa_topk_indexer.reference import Row
 from fastkernels.ops.dsa_topk_indexer.reference import reference as indexer_reference
 from fastkernels.ops.dsa_topk_indexer.spec import SPEC as INDEXER_SPEC
+from fastkernels.ops.gdn_prefill import reference as gdn_prefill_reference
 from fastkernels.ops.moe_fp8_block_scale.reference import admissible_routing
 from fastkernels.testing.compare import Report, as_tuple, clone, judge, same_bits
 
@@ -188,6 +189,31 @@ def test_prefixes_are_prefixes() -> None:
         assert same_bits(inputs.k[begin : begin + length], inputs.k[last : last + length])
         assert same_bits(inputs.a[begin : begin + length], inputs.a[last : last + length])
     assert all(same_bits(inputs.state[0], state) for state in inputs.state)
+
+
+@pytest.mark.parametrize("segment", [256, 512, 1024, 2048])
+def test_an_erased_state_is_not_its_product_with_a_matrix(segment: int) -> None:
+    """What the tokens before the last 6 make of the unit matrix, by the plain bfloat16 form, is of
+    no use, although what the same form makes of the state itself is right."""
+    for seed in SEEDS:
+        inputs, case = draw("gdn_prefill", "erased_state", seed)
+        call = gdn_prefill_reference.Call(inputs)
+        _, S, x = next(call.sequences())
+        expected = call.expected({0: gdn_prefill_reference.recurrence(S, x, call.scale)})
+        assert float(S.norm()) > 1000.0 * float(expected.new_state.norm())
+        end = case.lengths[0] - 6
+        first, middle = x.tokens(0, end - segment), x.tokens(end - segment, end)
+        S = gdn_prefill_reference.recurrence(S, first, call.scale).state
+
+        def taken(S: torch.Tensor, x: gdn_prefill_reference.Values) -> torch.Tensor:
+            return gdn_prefill_reference.chunked_bf16(S, x, 1.0)[1]
+
+        matrix = taken(torch.eye(128)[None], middle._replace(v=torch.zeros_like(middle.v)))
+        ends = {True: taken(S, middle), False: S @ matrix + taken(torch.zeros_like(S), middle)}
+        for is_right, at_end in ends.items():
+            new_state = taken(at_end, x.tokens(end, case.lengths[0]))[None]
+            report = expected.judge((expected.output, new_state))[1]
+            assert report.ok is is_right, (seed, is_right, str(report))
 
 
 def test_offsets_taken_as_they_are_would_be_wrong() -> None:

@@ -396,7 +396,7 @@ def test_prefill_side_by_side_is_the_oracle(name: str, monkeypatch: pytest.Monke
     many = [stratum.draw(seed)[0] for seed in (3, 4, 5)]
     wanted = gdn_prefill.expect_by_oracle(many)
     for limit in (1 << 30, 3 * 8 * many[0].v.shape[1] * 128 * 128):
-        monkeypatch.setattr(gdn_prefill, "_STATES_BYTES", limit)
+        monkeypatch.setattr(gdn_prefill, "_SIDE_BY_SIDE_BYTES", limit)
         for want, got in zip(wanted, gdn_prefill.expect_side_by_side(many), strict=True):
             assert got.offsets == want.offsets
             assert torch.equal(got.kept, want.kept)

@@ -531,6 +531,55 @@ def test_one_look_overlooks_nothing(bare: Judge, workload: Workload, which: int)
     assert found[which] == alone
 
 
+def test_what_is_known_to_be_wrong_outlives_the_judges_own_faults(
+    bare: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry after them would pass what was wrong once."""
+    loan = bare.lend(decode(), 4)
+    draws = [Draw(slot=slot, seed=slot + 5) for slot in range(4)]
+    bare.fill(draws)
+    calls = [Call(slot=d.slot, returned=call(bare, loan, d.slot)) for d in draws]
+    expect = bare._now.expect
+
+    def no_memory(many: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for that")
+
+    # The joined look alone fails: each is looked at by itself.
+    with monkeypatch.context() as patched:
+        patched.setattr(bare, "_joined_errors", no_memory)
+        assert [found.failure for found in bare.check(calls, True, 1.0)] == [None] * 4
+    # It says wrong, and what each should have given cannot be computed.
+    _sets(bare, loan)[2].results[0][0, 0, 1, 5] += 1.0
+    bare.fill([])
+    for drawn in bare._now.drawn.values():
+        drawn.expected = None
+    joined = iter([expect])
+    with monkeypatch.context() as patched:
+        patched.setattr(bare._now, "expect", lambda many: next(joined, no_memory)(many))
+        (found,) = bare.check(calls, True, 1.0)
+    assert cause(found) == Cause.NUMERIC
+    assert found.failure is not None
+    assert "one of the calls of seeds [5, 6, 7, 8], which could not be" in found.failure.message
+    # A changed input is known before anything is computed.
+    _sets(bare, loan)[0].inputs.v[0, 0, 0, 0] += 1
+    with monkeypatch.context() as patched:
+        patched.setattr(bare._now, "expect", no_memory)
+        (found,) = bare.check(calls, True, 1.0)
+    assert cause(found) == Cause.MUTATED_INPUT
+
+
+def test_results_of_calls_together_do_not_pile_up(bare: Judge) -> None:
+    loan = bare.lend(decode(), 4)
+    bare.fill([Draw(slot=slot, seed=slot + 5) for slot in range(4)])
+    calls = [Call(slot=slot, returned=call(bare, loan, slot)) for slot in range(4)]
+    for count in (4, 3, 2):
+        bare.check(calls[:count], True, 1.0)
+        assert [len(key) for key in bare._now.joined] == [count]
+    _sets(bare, loan)[1].results[0][0, 0, 1, 5] += 1.0
+    bare.check(calls, True, 1.0)
+    assert not bare._now.joined
+
+
 def test_a_draw_that_changed_is_looked_at_anew(bare: Judge) -> None:
     loan = bare.lend(decode(), 2)
     for seeds in ((5, 6), (5, 7), (8, 7)):
@@ -700,7 +749,7 @@ def test_memory_decides_how_many_slots_there_are(
 ) -> None:
     size = bare.lend(decode(), 4).slot_bytes
     assert bare.lend(decode(), 4).slots == 4
-    for free, slots in ((size * (1 + judge._COPIES) * 2 * 3, 3), (size, 1)):
+    for free, slots in ((size * (1 + judge._COPIES + judge._JOINED_COPIES) * 2 * 3, 3), (size, 1)):
         monkeypatch.setattr(bare, "_free_bytes", lambda free=free: free)
         assert bare.lend(decode(), 4).slots == slots
 

@@ -25,7 +25,7 @@ from fastkernels_tuner.measure import (
 )
 from fastkernels_tuner.measure.broker import Infrastructure, Process, Seat
 from fastkernels_tuner.measure.guards import Reading, Verdict
-from fastkernels_tuner.measure.protocol import Check, Collected, Diagnose, Fill, Lend, Step
+from fastkernels_tuner.measure.protocol import Check, Collected, Diagnose, Fill, Lend, Open, Step
 from fastkernels_tuner.model import Candidate, Cause, Failure, Policy, Workload
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -290,7 +290,7 @@ def test_a_series_keeps_to_its_pool_where_more_is_lent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And asks for one call after the other."""
-    assert bench.judge(HONEST, DECODE, range(broker.JUDGED_SLOTS)).failures == ()
+    assert bench.judge(HONEST, DECODE, range(2 * broker.JUDGED_SLOTS)).failures == ()
     assert bench._loan is not None
     assert bench._loan.loan.slots == broker.JUDGED_SLOTS
     asked = record(monkeypatch)
@@ -393,7 +393,7 @@ def test_a_wrong_call_among_others_is_repeated_alone(
     found = bench.judge(candidate("third_is_wrong"), DECODE, SEEDS)
     assert found.failures[0].detail["again"] == "right"
     first, second = [message for _, message in asked if isinstance(message, Fill)]
-    assert (len(first.draws), first.is_flipped) == (8, False)
+    assert (len(first.draws), first.is_flipped) == (broker.judged_slots(len(SEEDS)), False)
     assert second == Fill(draws=first.draws[2:3], is_flipped=True)
 
 
@@ -405,6 +405,39 @@ def test_one_that_hangs_among_others(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert [(f.cause, f.seed) for f in found.failures] == [(Cause.HANG, 99)]
     assert found.failures[0].message == "no answer to 'step' within 2 s"
     assert found.trials == 3
+
+
+def test_a_judged_series_is_timed_now_and_then(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one is says nothing of whether its results count."""
+    asked = record(monkeypatch)
+    for seed in range(40):
+        assert bench.judge(HONEST, DECODE, [seed]).failures == ()
+    opened = [message.is_timed for _, message in asked if isinstance(message, Open)]
+    assert len(opened) == 40
+    assert 0 < sum(opened) < 20
+
+
+def test_a_series_that_cannot_begin_is_nobodys_fault(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording of a GPU's activity, say; tried again in another process."""
+    ask, opens = broker.Seat.ask, 0
+
+    def fails(self: Any, message: Any, *arguments: Any) -> Any:
+        nonlocal opens
+        answer = ask(self, message, *arguments)
+        opens += isinstance(message, Open)
+        if isinstance(message, Open) and opens == 1:
+            return answer.model_copy(update={"fault": "CUPTI says no"})
+        return answer
+
+    monkeypatch.setattr(broker.Seat, "ask", fails)
+    found = bench.evaluate(HONEST, DECODE, iterations=4, trials=2)
+    assert found.failure is None
+    assert [a.message for a in found.attempts] == ["a series could not begin: CUPTI says no"]
+    assert found.attempts[0].cause == Cause.HARNESS_BUG
 
 
 def test_calls_that_nobody_could_judge_are_made_again(
@@ -430,7 +463,7 @@ def test_calls_that_nobody_could_judge_are_made_again(
     assert found.trials[0].trials == 12
     fills = [message for _, message in asked if isinstance(message, Fill)]
     seeds = [[draw.seed for draw in fill.draws] for fill in fills]
-    assert [len(each) for each in seeds] == [8, 4, 4]
+    assert [len(each) for each in seeds] == [6, 6, 6]
     assert seeds[1] == seeds[2]
 
 

@@ -178,21 +178,22 @@ def expect_side_by_side(many: Sequence[Inputs]) -> list[OracleExpected]:
     return [call.expected(each) for call, each in zip(calls, runs, strict=True)]
 
 
-# What the states of sequences side by side may take; what is made of them on the way takes as much
-# again twice.
-_STATES_BYTES = 1 << 30
+# What states and tokens of sequences side by side may take; what is made of them on the way takes
+# as much again twice.
+_SIDE_BY_SIDE_BYTES = 1 << 30
 
 
 def side_by_side(starts: Sequence[torch.Tensor], tokens: Sequence[Values]) -> list[Run]:
     """`reference.recurrence` of many sequences, without their scale."""
     found: dict[int, Run] = {}
-    longest_first = sorted(range(len(starts)), key=lambda i: -tokens[i].v.shape[0])
-    if starts:
-        at_once = max(1, _STATES_BYTES // (8 * starts[0].numel()))
-        for first in range(0, len(starts), at_once):
-            chosen = longest_first[first : first + at_once]
-            runs = _side_by_side([starts[i] for i in chosen], [tokens[i] for i in chosen])
-            found |= dict(zip(chosen, runs, strict=True))
+    left = sorted(range(len(starts)), key=lambda i: -tokens[i].v.shape[0])
+    while left:
+        longest = tokens[left[0]]  # the others of a group are padded to it
+        each = 8 * (starts[left[0]].numel() + sum(values.numel() for values in longest))
+        at_once = max(1, _SIDE_BY_SIDE_BYTES // each)
+        chosen, left = left[:at_once], left[at_once:]
+        runs = _side_by_side([starts[i] for i in chosen], [tokens[i] for i in chosen])
+        found |= dict(zip(chosen, runs, strict=True))
     return [found[i] for i in range(len(starts))]
 
 

@@ -92,6 +92,10 @@ JUDGED_SLOTS = 32
 call alone costs three round trips between processes, each with a change of the GPU's context: 2.4
 of the 5.5 ms of a judged call on an H200. What is small is also judged by one look."""
 
+TIMED_SHARE = 0.125
+"""Of the series that are judged alone, those that are timed all the same: a candidate that could
+tell them from others might be right in them alone."""
+
 CHECKS = 2
 """Judged calls among the timed ones of a block, at random places; the first call and one after the
 timed ones are judged, too."""
@@ -644,7 +648,7 @@ class Bench:
         Whose first draw is the last one of the entry before could find that one's results in memory
         that it should have written itself: such entries are judged one by one, and on a single draw
         each in a process of its own."""
-        slots = self._lend(workload, max(SLOTS, min(count, JUDGED_SLOTS))).slots if count else 0
+        slots = self._lend(workload, judged_slots(count)).slots if count else 0
         for overlay in dict.fromkeys(entry.overlay for entry in entries):
             own = [entry for entry in entries if entry.overlay == overlay]
             if len(own) == 1 or (count >= 2 and slots >= 3):
@@ -865,7 +869,7 @@ class Bench:
     ) -> None:
         """One judged call per seed and entry until it fails, as many at a time as there are slots;
         `seeds` are those left, should it be tried again. Raises Infrastructure."""
-        seat, wanted = self._seats[0], max(SLOTS, min(len(seeds), JUDGED_SLOTS))
+        seat, wanted = self._seats[0], judged_slots(len(seeds))
         lanes: list[str] = []  # as the process that sits there knows them
         opened: Loan | None = None
 
@@ -884,7 +888,10 @@ class Bench:
                 tally = tallies[entry.label]
                 while tally.failure is None and not (lanes and seat.is_taken()):
                     together = right()
-                    opened = self._open(seat, workload, together, tallies, wanted, is_timed=False)
+                    is_timed = self._rng.random() < TIMED_SHARE
+                    opened = self._open(
+                        seat, workload, together, tallies, wanted, is_timed=is_timed
+                    )
                     lanes = [each.label for each in together]
                 if tally.failure is None:
                     lane = lanes.index(entry.label)
@@ -1352,6 +1359,10 @@ class Bench:
                     Failure(cause=Cause.HARNESS_BUG, message=what, workload=workload.id)
                 ) from error
             return loan
+        if opened.fault:
+            seat.clear()
+            what = f"a series could not begin: {opened.fault}"
+            raise Infrastructure(Failure(cause=Cause.HARNESS_BUG, message=what))
         for entry, problem in zip(entries, opened.problems, strict=True):
             if problem is not None:
                 failure = _blame(problem.cause, problem.message, workload)
@@ -1476,6 +1487,11 @@ def _unimported(fault: Failure, workload: Workload) -> Failure:
         workload=workload.id,
         detail={"log": log},
     )
+
+
+def judged_slots(count: int) -> int:
+    """For so many calls: half as many, so that what is kept by address meets a second draw."""
+    return max(SLOTS, min(-(-count // 2), JUDGED_SLOTS))
 
 
 def _blame(

@@ -12,6 +12,7 @@ whether all are right; where it does not, each is looked at by itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -69,6 +70,7 @@ _SHARE = 0.5
 # Copies of a set beside the lent one: as drawn, as before the call, and float64 results of a pool,
 # with it as it was.
 _COPIES = 6
+_JOINED_COPIES = 4  # more, where calls are joined
 _LEAST_SLAB = 16 << 20  # a problem that is a little larger needs no new one
 # Slots that are judged by one look take no more than this together: float64 results, and what is
 # made of them on the way, take several times as much. A larger slot costs more than its launches.
@@ -204,7 +206,8 @@ class Judge:
             if updated is None:
                 lent.append((spec.name, tensor, True))
         layout, slot_bytes = buffers.lay_out(lent)
-        fit = int(_SHARE * self._free_bytes() / (slot_bytes * (1 + _COPIES)))
+        copies = _COPIES + (_JOINED_COPIES if 2 * slot_bytes <= _JOINED_BYTES else 0)
+        fit = int(_SHARE * self._free_bytes() / (slot_bytes * (1 + copies)))
         slots = max(1, min(slots, fit))
         self._provide(slots * slot_bytes)
         loan = Loan(
@@ -354,37 +357,67 @@ class Judge:
         """What calls did to their slots since these were filled, up to the first that failed."""
         self.synchronize()
         self._suspect = None
-        changed = self._changed([call.slot for call in calls])
-        if is_judged and not any(changed) and not any(map(self._misshapen, calls)):
-            worst = self._worst_of_all([call.slot for call in calls])
-            if worst is not None and worst <= allowance:
-                return tuple(Checked(failure=None, worst=worst / allowance) for _ in calls)
+        slots = [call.slot for call in calls]
+        changed = self._changed(slots)
+        unfit = [x or self._misshapen(c) is not None for x, c in zip(changed, calls, strict=True)]
+        said: Error | None = None  # the worst of all, where something is wrong
+        if is_judged and not any(unfit):
+            worst = self._worst_of_all(slots)
+            if worst is not None and closeness(worst) <= allowance:
+                share = closeness(worst) / allowance
+                return tuple(Checked(failure=None, worst=share) for _ in calls)
+            said = worst
         if is_judged:
-            self._expect([call.slot for call in calls])
+            self._now.joined.clear()  # what follows needs memory
+            with contextlib.suppress(Exception):  # one by one, then, and in order
+                self._expect(slots[: unfit.index(True) if any(unfit) else None])
         found = []
         for call, is_changed in zip(calls, changed, strict=True):
-            found.append(self._check(call, is_changed, is_judged, allowance))
+            try:
+                found.append(self._check(call, is_changed, is_judged, allowance))
+            except Exception as error:
+                if said is None:
+                    raise
+                found.append(self._wrong_among(calls, said, error))
             if found[-1].failure is not None:
                 break
         return tuple(found)
 
-    def _worst_of_all(self, slots: Sequence[int]) -> float | None:
-        """How close to its limit the worst of the results in some slots is, found by looking at
-        them together; None where that cannot be, or does not tell whether all are right."""
+    def _wrong_among(self, calls: Sequence[Call], said: Error, fault: Exception) -> Checked:
+        """One look said that something is wrong, and what each call should have given cannot be
+        had: nobody knows whose it is, and it is final all the same."""
+        checked = self._wrong(calls[0].slot, said)
+        seeds = [self._now.drawn[call.slot].seed for call in calls]
+        message = f"{checked.message}; in one of the calls of seeds {seeds}, which could not be"
+        failure = checked.model_copy(update={"message": f"{message} told apart: {fault}"})
+        return Checked(failure=failure, worst=ENDLESS)
+
+    def _worst_of_all(self, slots: Sequence[int]) -> Error | None:
+        """The error nearest to its limit, or farthest beyond, of the results in some slots, found
+        by looking at them together; None where that cannot be, or does not tell whether all are
+        right."""
         size = max(1, _JOINED_BYTES // self._now.loan.slot_bytes)
-        if size == 1 or len(slots) == 1:
+        if size == 1 or len(slots) <= 1:
             return None
-        worst = 0.0
-        for first in range(0, len(slots), size):
-            errors = self._joined_errors(slots[first : first + size])
+        groups = [self._key(slots[i : i + size]) for i in range(0, len(slots), size)]
+        joined = self._now.joined
+        self._now.joined = {key: joined[key] for key in groups if key in joined}
+        found: list[Error] = []
+        for key in groups:
+            try:
+                errors = self._joined_errors(key)
+            except Exception:  # of memory, say: each by itself needs less
+                return None
             if errors is None:
                 return None
-            worst = max([worst, *map(closeness, errors)])
-        return worst
+            found += errors
+        return max(found, key=closeness, default=None)
 
-    def _joined_errors(self, slots: Sequence[int]) -> list[Error] | None:
-        now = self._now
-        key = tuple(Draw(slot=which, seed=now.drawn[which].seed) for which in slots)
+    def _key(self, slots: Sequence[int]) -> tuple[Draw, ...]:
+        return tuple(Draw(slot=which, seed=self._now.drawn[which].seed) for which in slots)
+
+    def _joined_errors(self, key: tuple[Draw, ...]) -> list[Error] | None:
+        now, slots = self._now, [draw.slot for draw in key]
         if key not in now.joined:
             inputs = now.join([now.drawn[which].inputs for which in slots])
             expected = None if inputs is None else now.expect([inputs])[0]

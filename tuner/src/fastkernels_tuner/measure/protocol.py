@@ -143,8 +143,8 @@ class Lane(Message):
 
 class Open(Message):
     """Bind lanes to a loan and begin a series. `buffer` comes with a slab that the process has not
-    mapped yet; `routes` names a module or file with further routes; `is_timed`: times of the series
-    will be asked for."""
+    mapped yet; `routes` names a module or file with further routes; `is_timed`: its steps are
+    timed, which says nothing of what is judged."""
 
     kind: Literal["open"] = "open"
     loan: Loan
@@ -163,12 +163,16 @@ class Problem(Message):
 
 
 class Opened(Message):
+    """By lane why it cannot be called; `fault`: why the series could not begin, no lane's."""
+
     kind: Literal["opened"] = "opened"
     problems: tuple[Problem | None, ...]
+    fault: str = ""
 
 
 class Step(Message):
-    """Call a lane on the contents of a slot. Every step is timed, whatever it is for."""
+    """Call a lane on the contents of a slot. In a series that is timed every step is, whatever it
+    is for."""
 
     kind: Literal["step"] = "step"
     lane: int

@@ -62,8 +62,13 @@ _WATCHED: tuple[tuple[Any, str], ...] = (
     (torch.cuda.Event, "elapsed_time"),
     (torch.cuda.Event, "record"),
     (cupti, "assign"),
-    *((cupti.Recorder, name) for name in ("overwrite_l2", "synchronize", "timestamp", "drain")),
-)
+    *(
+        (cupti.Recorder, name)
+        for name in (
+            "overwrite_l2", "synchronize", "timestamp", "drain", "pause", "resume", "_completed",
+        )
+    ),
+)  # fmt: skip
 _BEFORE = tuple(getattr(owner, name) for owner, name in _WATCHED)
 
 # Longer than the broker waits: only a process whose broker is gone gets there.
@@ -476,7 +481,10 @@ class Worker:
                 lanes.append(None)
                 problems.append(self._problem(error, Cause.COMPILE))
         self._lanes = tuple(lanes)
-        self._begin(message.is_timed)
+        try:
+            self._begin(message.is_timed)
+        except Exception as error:  # of the recording, which is no lane's
+            return Opened(problems=tuple(problems), fault=cupti.describe(error))
         return Opened(problems=tuple(problems))
 
     def _bind(self, message: Open, lane: Lane, sets: Sequence[Set]) -> Bound:
