@@ -20,9 +20,9 @@ namespace {
 namespace ffi = tvm::ffi;
 
 // Variants of a kernel, in the order of `Kernel.variants`: one launch has two; two launches have
-// four, those of the first launch first; chunk_parallel has three more behind.
+// four, those of the first launch first; chunk_parallel has five more behind.
 enum : int { kAligned = 0, kAny = 1 };
-enum : int { kPrepare = 0, kChain = 2, kTransfer = 4, kScan = 6 };
+enum : int { kPrepare = 0, kChain = 2, kTransfer = 4, kScan = 6, kMend = 7 };
 constexpr size_t kSplitVariants = 4;
 
 struct Call {
@@ -106,7 +106,7 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
 
 // What a plan asks for with a problem: blocks of each launch, along x, and bytes of workspace.
 struct Layout {
-  int64_t prepare = 0, chain, transfer = 0, scan = 0;
+  int64_t prepare = 0, chain, transfer = 0, scan = 0, mend = 0;
   int64_t bytes;
 };
 
@@ -126,6 +126,7 @@ Layout LayOut(const Plan& plan, const Params& p) {
   layout.chain = std::max<int64_t>(p.num_seqs + cuts, 1) * heads * slabs;
   layout.transfer = cuts * heads * 2 * slabs;
   layout.scan = std::min<int64_t>(p.num_seqs, cuts) * heads * (kHeadSize / 16);
+  layout.mend = std::min<int64_t>(p.num_seqs, cuts) * heads * slabs;
   layout.bytes = layout.prepare * entry_bytes + (is_parallel ? cuts * heads * plan.tile[3] : 0);
   return layout;
 }
@@ -210,6 +211,7 @@ bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
   launch(kTransfer + variant, layout.transfer);
   launch(kScan, layout.scan);
   launch(kChain + variant, layout.chain);
+  launch(kMend + variant, layout.mend);
   return true;
 }
 

@@ -56,6 +56,11 @@ template <int kRows, bool kWithOutput = true>
 struct Chain {
   static_assert(kRows == 16 || kRows == 32 || kRows == 64, "a whole number of fragments");
   static constexpr int kTiles = kRows / 16;
+  // Tiles of 16 x 8 of the state that a state warp has.
+  static constexpr int kRowTiles = kTiles, kColumnTiles = 4;
+  // State warps come first, then output warps, which copy the inputs, too.
+  static constexpr int kStateThreads = kGroupThreads, kFirstCopyThread = kGroupThreads;
+  static constexpr int kThreads = kChainThreads;
   // A pitch that keeps 8 rows of V in different banks.
   static constexpr int kVBytes = 2 * kRows + 16;
   static constexpr int kStateBytes = kTiles * 8 * kFragmentBytes;   // S, bfloat16
@@ -69,6 +74,11 @@ struct Chain {
 
   // Shared memory of the exchange, from `base` on.
   unsigned char* base;
+
+  // Where in the block's rows of the state a state warp's tiles begin.
+  static __device__ __forceinline__ uint32_t first_element() {
+    return threadIdx.x / kWarpSize * 32;
+  }
 
   __device__ __forceinline__ unsigned char* state(uint32_t parity) const {
     return base + (kWithOutput ? parity * kStateBytes : 0);

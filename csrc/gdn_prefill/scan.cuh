@@ -70,23 +70,13 @@ struct Scan {
     }
   }
 
-  // The first cut of the sequence at `position`; positions are those of sequences or of cuts,
-  // whichever are fewer.
-  static __device__ __forceinline__ Place find_first(const Params& p, int32_t position,
-                                                     int32_t* scratch) {
-    if (p.num_seqs > p.num_tokens / kSegment) {
-      return find_place<kThreads, kSegment, Numbering::kCuts>(p, position, scratch);
-    }
-    const Tokens tokens = find_tokens<kThreads>(p, position, load_own(p, position), scratch);
-    return place_at<kSegment, Numbering::kCuts>(tokens, position, tokens.start / kSegment);
-  }
-
   static __device__ __forceinline__ void run(const Params& p, const Part& part) {
     unsigned char* shared = ptx::dynamic_shared();
-    const Place first = find_first(p, part.position, reinterpret_cast<int32_t*>(shared + kScratch));
+    const Place first = find_first_cut<kThreads, kSegment>(
+        p, part.position, reinterpret_cast<int32_t*>(shared + kScratch));
     // The state at the first cut is there.
     if (first.idx != 0 || first.num_cuts < 2) return;
-    const int64_t number = first.tokens.start / kSegment;
+    const int64_t number = first_cut_of<kSegment>(first);
     const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, first.seq);
     if (!is_slot(read, p.index_words, p.num_slots)) return;
 
@@ -128,6 +118,8 @@ struct Scan {
       }
       if (idx + 1 < first.num_cuts) {
         load(next, find_cut(p, number + idx + 1, part.head).transfer);
+      } else {
+        ptx::launch_dependents();  // with a cut left to go
       }
       __syncthreads();
 

@@ -60,10 +60,27 @@ __device__ __forceinline__ Place find_place(const Params& p, int32_t number, int
   return *found;
 }
 
+// The first cut of the sequence at `position`, found as above; positions are those of sequences or
+// of cuts, whichever are fewer. idx 0 where there is one.
+template <int kThreads, int kSegment>
+__device__ __forceinline__ Place find_first_cut(const Params& p, int32_t position,
+                                                int32_t* scratch) {
+  if (p.num_seqs > p.num_tokens / kSegment) {
+    return find_place<kThreads, kSegment, Numbering::kCuts>(p, position, scratch);
+  }
+  const Tokens tokens = find_tokens<kThreads>(p, position, load_own(p, position), scratch);
+  return place_at<kSegment, Numbering::kCuts>(tokens, position, tokens.start / kSegment);
+}
+
 template <int kSegment>
 __device__ __forceinline__ Tokens segment_of(Tokens tokens, int32_t idx) {
   const int32_t skipped = idx * kSegment;
   return {tokens.start + skipped, min(tokens.length - skipped, kSegment)};
+}
+
+template <int kSegment>
+__device__ __forceinline__ int64_t first_cut_of(const Place& place) {
+  return place.tokens.start / kSegment;
 }
 
 // The number of a segment's first chunk.
@@ -75,25 +92,29 @@ __device__ __forceinline__ int64_t first_chunk_of(const Place& place, int32_t id
 // ---- the workspace, behind what `prepare` leaves there ------------------------------------------
 
 // Of each cut and head two [128, 128] float32, rows of V or, in a transfer matrix, of the K of the
-// segment's start, K last.
+// segment's start, K last; and a word for each of the blocks that share a state's rows.
 //   transfer: the unit matrix, taken through the segment before the cut as a state is, but with
 //             v = 0; it takes what a state S is to S transfer. Of a sequence's first segment, which
 //             needs none, the state it starts from: new_state may lie over it before all have read.
+//             After `chain`, where `is_off`, the state that the chain ended with.
 //   state:    where the segment before the cut ends when it starts from zeros, a sequence's first
-//             one from the sequence's own state; after `scan` where it ends in truth.
+//             one from the sequence's own state; after `scan` where it ends by the matrices.
+//   is_off:   after `chain`, whether that is another state than the one that the chain ended with.
 constexpr int kStateFloats = kHeadSize * kHeadSize;
-constexpr int kCutBytes = 2 * 4 * kStateFloats;
-static_assert(kCutBytes == 131072, "kernels/__init__.py has the same number");
+constexpr int kCutBytes = 2 * 4 * kStateFloats + 128;
+static_assert(kCutBytes == 131200, "kernels/__init__.py has the same number");
 
 struct CutStates {
   float *transfer, *state;
+  int32_t* is_off;
 };
 
 __device__ __forceinline__ CutStates find_cut(const Params& p, int64_t number, uint32_t head) {
   const int64_t num_chunks = int64_t{p.num_tokens / kChunk} + p.num_seqs;  // `chunk_bound`
   unsigned char* base = find_prepared(p, num_chunks, 0);
   auto* transfer = reinterpret_cast<float*>(base + (number * p.num_v_heads + head) * kCutBytes);
-  return {transfer, transfer + kStateFloats};
+  float* state = transfer + kStateFloats;
+  return {transfer, state, reinterpret_cast<int32_t*>(state + kStateFloats)};
 }
 
 }  // namespace fastkernels::gdn_prefill

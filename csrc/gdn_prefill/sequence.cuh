@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gdn_prefill/chain.cuh"
 #include "gdn_prefill/common.cuh"
@@ -33,12 +34,14 @@ __device__ __forceinline__ void copy_values(unsigned char* tile, const Params& p
 // round ahead of the chain; or an earlier kernel. The latter two leave them in the workspace.
 enum class Maker { kBlock, kCluster, kKernel };
 
-// Shared memory, and what fills it.
-template <int kRows, int kStages, Maker kMaker, bool kAligned>
+// Shared memory, and what fills it. `Way`: how the state passes through the chunks.
+template <int kRows, int kStages, Maker kMaker, bool kAligned, typename Way = Chain<kRows>>
 struct Sequence {
-  using Exchange = Chain<kRows>;
+  using Exchange = Way;
+  using StateTiles = float[Exchange::kRowTiles][Exchange::kColumnTiles][4];
+  static constexpr bool kIsAligned = kAligned;
   static constexpr bool kFused = kMaker == Maker::kBlock, kClustered = kMaker == Maker::kCluster;
-  static constexpr int kThreads = kChainThreads + (kClustered ? kPrepareThreads : 0);
+  static constexpr int kThreads = Exchange::kThreads + (kClustered ? kPrepareThreads : 0);
   static constexpr int kSlabs = kHeadSize / kRows;
   static constexpr int kPairStages = kFused ? 1 : kStages;
   static constexpr int kVTileBytes = kChunk * Exchange::kVBytes;
@@ -73,9 +76,9 @@ struct Sequence {
             reinterpret_cast<ChunkGates*>(shared + kGates + i * kGatesBytes)};
   }
 
-  // By the output warps, as all copies.
+  // By the threads from `Exchange::kFirstCopyThread` on, as all copies.
   __device__ __forceinline__ void copy_inputs(Chunk chunk, const Stage& to) const {
-    const uint32_t thread = threadIdx.x - kGroupThreads;
+    const uint32_t thread = threadIdx.x - Exchange::kFirstCopyThread;
     copy_keys<kGroupThreads, kAligned>(to.k, p.k, p.k_stride_t, q_head * p.k_stride_h, chunk,
                                        thread);
     copy_keys<kGroupThreads, kAligned>(to.q, p.q, p.q_stride_t, q_head * p.q_stride_h, chunk,
@@ -85,7 +88,7 @@ struct Sequence {
 
   // What the earlier kernel left: tiles as they will lie.
   __device__ __forceinline__ void copy_prepared(int64_t number, const Stage& to) const {
-    const uint32_t thread = threadIdx.x - kGroupThreads;
+    const uint32_t thread = threadIdx.x - Exchange::kFirstCopyThread;
     const unsigned char* from = find_prepared(p, number, head);
     const uint32_t T = ptx::shared_address(to.T) + 16 * thread;
     const uint32_t P = ptx::shared_address(to.P) + 16 * thread;
@@ -134,22 +137,21 @@ struct Sequence {
   // A state thread's elements, in pairs: `visit(pair, offset)`.
   template <typename F>
   static __device__ __forceinline__ void each_pair(F visit) {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const uint32_t first = Exchange::first_element(), lane = threadIdx.x % kWarpSize;
 #pragma unroll
-    for (int r = 0; r < Exchange::kTiles; ++r) {
+    for (int r = 0; r < Exchange::kRowTiles; ++r) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < Exchange::kColumnTiles; ++j) {
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
           const uint32_t row = 16 * r + 8 * upper + lane / 4;
-          visit(r, j, 2 * upper, row * kHeadSize + 32 * warp + 8 * j + lane % 4 * 2);
+          visit(r, j, 2 * upper, row * kHeadSize + first + 8 * j + lane % 4 * 2);
         }
       }
     }
   }
 
-  static __device__ __forceinline__ void load_state(float (&S)[Exchange::kTiles][4][4],
-                                                    const float* state) {
+  static __device__ __forceinline__ void load_state(StateTiles& S, const float* state) {
     each_pair([&](int r, int j, int i, uint32_t offset) {
       if constexpr (kAligned) {
         const float2 pair = *reinterpret_cast<const float2*>(state + offset);
@@ -162,8 +164,7 @@ struct Sequence {
     });
   }
 
-  static __device__ __forceinline__ void store_state(const float (&S)[Exchange::kTiles][4][4],
-                                                     float* new_state) {
+  static __device__ __forceinline__ void store_state(const StateTiles& S, float* new_state) {
     each_pair([&](int r, int j, int i, uint32_t offset) {
       if constexpr (kAligned) {
         *reinterpret_cast<float2*>(new_state + offset) = make_float2(S[r][j][i], S[r][j][i + 1]);
@@ -190,7 +191,7 @@ struct Sequence {
       if (idx * kChunk >= tokens.length) return {};
       return load_chunk<kAligned>(p, head, q_head, chunk_of(tokens, idx), shared + kMade);
     }
-    if (threadIdx.x < kGroupThreads) return {};
+    if (threadIdx.x < Exchange::kFirstCopyThread) return {};
     RawGates raw = {};
     if (kFused && is_last_warp()) raw = load_gates(p, head, chunk_of(tokens, 0));
 #pragma unroll
@@ -202,10 +203,10 @@ struct Sequence {
 
   // Takes the state through `tokens`, of which there are some, and writes their output. Their
   // `num_chunks` chunks have the numbers from `first_number` on; what `load_first` loads is on its
-  // way.
-  __device__ __forceinline__ void advance(float (&S)[Exchange::kTiles][4][4], const Tokens& tokens,
-                                          int32_t num_chunks, int64_t first_number,
-                                          RawGates& raw) const {
+  // way. `done`: chunks that this block has taken a state through before.
+  __device__ __forceinline__ void advance(StateTiles& S, const Tokens& tokens, int32_t num_chunks,
+                                          int64_t first_number, RawGates& raw,
+                                          int32_t done = 0) const {
     const bool is_state_warp = threadIdx.x < kGroupThreads;
     const Exchange chain{shared + kExchange};
     if (!is_state_warp) {
@@ -226,9 +227,9 @@ struct Sequence {
       }
     }
     if (is_state_warp) {
-      chain.publish(S, 0);
+      chain.publish(S, done % 2);
       if (threadIdx.x < 2 * kRows) chain.first_bad(0)[threadIdx.x] = kChunk;
-      if (threadIdx.x == 0) chain.init();
+      if (threadIdx.x == 0 && done == 0) chain.init();
       if constexpr (kClustered) enter_round(0, num_chunks);
     } else {
       ptx::copy_wait<kFused ? 0 : kStages - 2>();
@@ -259,7 +260,7 @@ struct Sequence {
         ptx::barrier_sync(kChainBarrier, kChainThreads);
       }
       if (is_state_warp) {
-        chain.advance(S, now, idx % 2);
+        chain.advance(S, now, (done + idx) % 2);
       } else {
         if constexpr (kFused) {
           // Here, where an output warp has time: it will wait for U.
@@ -268,8 +269,9 @@ struct Sequence {
           }
         }
         const Chunk chunk = chunk_of(tokens, idx);
-        chain.template write_output<kAligned>(now, idx % 2, p.scale, output_at(chunk.start),
-                                              p.output_stride_t, chunk.length);
+        chain.template write_output<kAligned>(now, (done + idx) % 2, p.scale,
+                                              output_at(chunk.start), p.output_stride_t,
+                                              chunk.length);
         ptx::copy_wait<kFused ? 0 : kStages - 2>();
       }
       ptx::barrier_sync(kChainBarrier, kChainThreads);
@@ -344,13 +346,13 @@ struct Sequence {
     const SlotIndex read = load_slot(p.read_indices, p.index_words, p.read_stride, seq);
     const SlotIndex write = load_slot(p.write_indices, p.index_words, p.write_stride, seq);
     const bool is_padding = !is_slot(read, p.index_words, p.num_slots);
-    const bool is_state_warp = threadIdx.x < kGroupThreads;
+    const bool is_state_warp = threadIdx.x < Exchange::kStateThreads;
     const float* state = nullptr;
     if (p.has_state && !is_padding) {
       state =
           state_at(static_cast<const float*>(p.state), read, p.state_stride_slot, p.state_stride_h);
     }
-    float S[Exchange::kTiles][4][4] = {};
+    StateTiles S = {};
     if (is_state_warp && state != nullptr) load_state(S, state);
     const Tokens tokens = is_only ? tokens_of(p, only) : at.tokens;
     const int64_t end = int64_t{tokens.start} + tokens.length;
@@ -381,7 +383,11 @@ struct Sequence {
       }
       ptx::cluster_arrive_relaxed();
     }
-    advance(S, tokens, num_chunks, first_number, raw);
+    if constexpr (std::is_same_v<Exchange, Chain<kRows>>) {
+      advance(S, tokens, num_chunks, first_number, raw);
+    } else {
+      Exchange{shared + kExchange}.advance(*this, S, tokens, num_chunks, first_number);
+    }
     if (is_state_warp && new_state != nullptr) store_state(S, new_state);
   }
 };

@@ -72,6 +72,7 @@ struct Transfer {
     if (cut.idx > 0 || !is_matrix) {
       advance(S, segment_of<kSegment>(cut.tokens, cut.idx), first_chunk_of<kSegment>(cut, cut.idx));
     }
+    ptx::launch_dependents();  // late: what waits for this kernel would only take its time
     const CutStates to = find_cut(p, number, states.head);
     Workspace::store_state(S, (is_matrix ? to.transfer : to.state) + states.column * kHeadSize);
   }

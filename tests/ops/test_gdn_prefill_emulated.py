@@ -17,12 +17,14 @@ from fastkernels.ops._shared.gdn import resolve_scale
 from fastkernels.ops.gdn_prefill.adversarial import STRATA
 from fastkernels.ops.gdn_prefill.inputs import CORNER, CORRECTNESS, Case, make_inputs
 from fastkernels.ops.gdn_prefill.kernels import (
+    CUT_BYTES,
     HEAD_SIZE,
     KERNELS,
     ChunkCluster,
     ChunkFused,
     ChunkParallel,
     ChunkSplit,
+    ChunkWarp,
     Recurrent,
     chunk_bound,
     cut_bound,
@@ -44,10 +46,18 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "fused-64": ("chunk_fused", ChunkFused(64)),
     "split-16": ("chunk_split", ChunkSplit(16, 4)),
     "split-32": ("chunk_split", ChunkSplit(32, 2)),
+    "warp-16": ("chunk_warp", ChunkWarp(16, 4)),
+    "warp-32": ("chunk_warp", ChunkWarp(32, 3)),
+    "warp-64": ("chunk_warp", ChunkWarp(64, 3)),
     "cluster-8": ("chunk_cluster", ChunkCluster(8)),
     "cluster-4": ("chunk_cluster", ChunkCluster(4)),
     "parallel-32": ("chunk_parallel", ChunkParallel(32, 2)),
     "parallel-64": ("chunk_parallel", ChunkParallel(64, 4)),
+}
+# Segments of the sweep, which take longer.
+LONG: dict[str, tuple[str, Any]] = {
+    "parallel-64-16": ("chunk_parallel", ChunkParallel(64, 16)),
+    "parallel-64-32": ("chunk_parallel", ChunkParallel(64, 32)),
 }
 # Tokens of a segment.
 SEGMENT = {name: 64 * CONFIGS[name][1].segment_chunks for name in ("parallel-32", "parallel-64")}
@@ -98,8 +108,9 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
     def run(
         name: str, inputs: Inputs, seed: int = 0, left: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of a config of CONFIGS, over NaN. `left`: the workspace after each launch."""
-        route, config = CONFIGS[name]
+        """Outputs of a config of CONFIGS or LONG, over NaN. `left`: the workspace, after each
+        launch."""
+        route, config = (CONFIGS | LONG)[name]
         kernel = KERNEL[route]
         num_tokens, num_v_heads = inputs.v.shape[:2]
         num_seqs = inputs.cu_seqlens.shape[0] - 1
@@ -121,7 +132,7 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
         used = (inputs.q, inputs.k, inputs.v, output, state, new_state)
         blocks = {
             "prepare": chunks, "transfer": 2 * slabs * cuts, "scan": 8 * min(cuts, num_seqs),
-            "chain": slabs * max(num_seqs + cuts, 1),
+            "chain": slabs * max(num_seqs + cuts, 1), "mend": slabs * min(cuts, num_seqs),
         }  # fmt: skip
         for stage, count in blocks.items():
             variant = variant_of(kernel, stage, is_aligned(used))
@@ -148,7 +159,7 @@ def small(case: Case) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-32"]
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-32"]
 )
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
@@ -158,7 +169,7 @@ def test_cases(emulate: Emulate, case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-32"]
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-32"]
 )
 @pytest.mark.parametrize("stratum", STRATA)
 def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
@@ -182,7 +193,7 @@ def test_schedules(emulate: Emulate, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-64"]
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-16", "cluster-8", "parallel-64"]
 )
 def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
     """Sequences are found in tiles of as many as a block has threads; those that a chunk's number
@@ -205,7 +216,7 @@ OFFSETS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4", "parallel-32"]
+    "name", ["recurrent-8-lanes", "fused-16", "split-32", "warp-64", "cluster-4", "parallel-32"]
 )
 @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
 def test_offsets_are_not_trusted(emulate: Emulate, offsets: list[int], name: str) -> None:
@@ -247,7 +258,7 @@ def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
     assert_judged(clone(inputs), emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["fused-64", "split-32", "cluster-8", "parallel-64"])
+@pytest.mark.parametrize("name", ["fused-64", "split-32", "warp-16", "cluster-8", "parallel-64"])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
 @pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -274,7 +285,7 @@ def test_what_is_not_finite_stays_behind(
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "cluster-8", "parallel-64"]
+    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-64"]
 )
 def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
     """Parallel keys ten times too long, nothing forgotten: each update is some 100 times the one
@@ -319,7 +330,7 @@ def test_c10_gates_beyond_their_range(
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-16", "split-32", "cluster-4", "parallel-32"]
+    "name", ["recurrent-8-lanes", "fused-16", "split-32", "warp-16", "cluster-4", "parallel-32"]
 )
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""
@@ -334,7 +345,7 @@ def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     assert torch.equal(new_state[[0, 2]], clean[1][[0, 2]])
 
 
-@pytest.mark.parametrize("name", ["fused-16", "split-32", "cluster-8", "parallel-64"])
+@pytest.mark.parametrize("name", ["fused-16", "split-32", "warp-64", "cluster-8", "parallel-64"])
 def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
     """Errors of 40 chunks do not add up, where nearly nothing is forgotten."""
     inputs = make_inputs(Case("slow", (2560,), num_q_heads=1, num_v_heads=1, seed=9, gates="slow"))
@@ -344,6 +355,21 @@ def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
 # ---- segments side by side ----------------------------------------------------------------------
 
 SEGMENTED = pytest.mark.parametrize("name", SEGMENT)
+
+
+def cut_entries(workspace: Tensor, length: int, segment: int) -> Tensor:
+    """[cuts, CUT_BYTES] of one sequence and head."""
+    cuts = cut_bound(length, segment // 64)
+    return workspace[-cuts * CUT_BYTES :].view(cuts, CUT_BYTES)
+
+
+def off_cuts(workspace: Tensor, length: int, name: str) -> list[int]:
+    """Numbers of the cuts that `chain` found elsewhere, in some rows; words of no cut are -1."""
+    config = (CONFIGS | LONG)[name][1]
+    words = cut_entries(workspace, length, 64 * config.segment_chunks)[:, 8 * HEAD_SIZE**2 :]
+    is_off = words.contiguous().view(torch.int32)[:, : HEAD_SIZE // config.rows_per_block]
+    assert bool(((is_off >= -1) & (is_off <= 1)).all())
+    return (is_off == 1).any(dim=1).nonzero().flatten().tolist()
 
 
 @SEGMENTED
@@ -435,8 +461,8 @@ def test_scan_is_exact(emulate: Emulate, keys: str, gates: str, name: str) -> No
     emulate(name, make_inputs(case), left=left)
 
     def cuts(stage: str) -> Tensor:
-        size = cut_bound(length, SEGMENT[name] // 64) * 2 * HEAD_SIZE**2
-        return left[stage].view(torch.float32)[-size:].view(-1, 2, HEAD_SIZE, HEAD_SIZE)[:-1]
+        states = cut_entries(left[stage], length, SEGMENT[name])[:-1, : 8 * HEAD_SIZE**2]
+        return states.view(torch.float32).view(-1, 2, HEAD_SIZE, HEAD_SIZE)
 
     given, found = cuts("transfer").double(), cuts("scan").double()
     assert torch.equal(found[0], given[0])
@@ -469,6 +495,71 @@ def test_what_a_segment_erases_does_not_come_back(emulate: Emulate, name: str) -
     assert_judged(pristine, emulate(name, inputs))
 
 
+def erased(factor: float = 1.0) -> Inputs:
+    """Stratum `erased_state`, its numbers times a power of two."""
+    inputs, _ = STRATA["erased_state"].draw(5)
+    assert inputs.state is not None
+    return inputs._replace(state=factor * inputs.state, v=factor * inputs.v)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [("parallel-64", 2.0**90), ("parallel-64", 2.0**-90), *((name, 1.0) for name in LONG)],
+)
+def test_erased_states_are_mended(emulate: Emulate, factor: float, name: str) -> None:
+    """The cut behind the segment that erases is off, whatever size states have, and no other:
+    matrices alone leave the state of the draw off by half of what it is there."""
+    inputs = erased(factor)
+    left: dict[str, Tensor] = {}
+    length, segment = inputs.k.shape[0], 64 * (CONFIGS | LONG)[name][1].segment_chunks
+    outputs = emulate(name, clone(inputs), left=left)
+    assert_judged(inputs, outputs)
+    assert off_cuts(left["chain"], length, name) == [4096 // segment - 1]
+    said = cut_entries(left["scan"], length, segment)[-1, 4 * HEAD_SIZE**2 : 8 * HEAD_SIZE**2]
+    mended = outputs[1].flatten().double()
+    assert (said.view(torch.float32).double() - mended).norm() > 0.3 * mended.norm()
+
+
+@SEGMENTED
+@pytest.mark.parametrize("gates", ["contest", "slow", "keep", "extreme"])
+def test_ordinary_states_are_not_mended(emulate: Emulate, gates: str, name: str) -> None:
+    """Which would take the time that segments side by side save."""
+    left: dict[str, Tensor] = {}
+    length = 6 * SEGMENT[name] + 9
+    case = Case("s", (length,), num_q_heads=1, num_v_heads=1, seed=26, gates=gates)
+    emulate(name, make_inputs(case), left=left)
+    assert off_cuts(left["chain"], length, name) == []
+
+
+@pytest.mark.parametrize("mode", ["functional", "inplace", "pool"])
+def test_mended_in_two_places(emulate: Emulate, mode: str) -> None:
+    """Segments 2 and 5 of two sequences overwrite what is large; the second one's last segment is
+    behind the latter, and has one chunk."""
+    name, segment, rng = "parallel-64", SEGMENT["parallel-64"], torch.Generator().manual_seed(28)
+    lengths = (7 * segment + 70, 40, 6 * segment + 1)
+    case = Case("e", lengths, num_q_heads=1, num_v_heads=1, seed=28, mode=mode)
+    inputs = make_inputs(case)
+    direction = torch.zeros(HEAD_SIZE)
+    direction[: HEAD_SIZE // 2] = 0.125
+    keep, v = torch.full_like(inputs.a, -200.0), inputs.v.clone()
+    k = torch.randn(inputs.k.shape, generator=rng)
+    k[..., : HEAD_SIZE // 2] = 0.0
+    k = torch.nn.functional.normalize(k, dim=-1)
+    for begin in (0, 7 * segment + 110):
+        for first in (begin + segment, begin + 4 * segment):
+            # A large value for the direction, kept for a segment.
+            k[first - 1] = direction
+            v[first - 1] *= 2.0**14
+            k[first + segment : first + 2 * segment : 2] = direction
+    inputs = inputs._replace(k=k.bfloat16(), v=v, a=keep, A_log=torch.full_like(inputs.A_log, 20.0))
+    pristine = clone(inputs)
+    left: dict[str, Tensor] = {}
+    assert_judged(pristine, emulate(name, inputs, left=left))
+    begin = sum(lengths[:2]) // segment  # the number of the second one's first cut
+    off = off_cuts(left["chain"], inputs.k.shape[0], name)
+    assert off == [2, 5, begin + 2, begin + 5]
+
+
 def test_shared_memory_fits(tmp_path: Path) -> None:
     """Every config that a tuner may try fits a block; those that do not are refused."""
     for kernel in KERNELS:
@@ -476,5 +567,6 @@ def test_shared_memory_fits(tmp_path: Path) -> None:
             assert kernel.launch_shape is not None
             for variant in kernel.variants:
                 assert kernel.launch_shape(kernel.config, variant)[1] <= 227 * 1024
-    with pytest.raises(ValueError, match="stages"):
-        ChunkSplit(64, 3)
+    for too_large in (lambda: ChunkSplit(64, 3), lambda: ChunkWarp(32, 4)):
+        with pytest.raises(ValueError, match="stages"):
+            too_large()

@@ -30,6 +30,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
     HEAD_SIZE,
     KERNELS,
     ChunkParallel,
+    ChunkWarp,
     CuteSplit,
     TritonFused,
     TritonSplit,
@@ -476,7 +477,8 @@ def test_machine_code(kernel: Any, variant: str, arch: str, tmp_path: Path) -> N
 
 PARALLEL = KERNEL["chunk_parallel"]
 # Blocks an SM that are to fit.
-RESIDENT = {"transfer": 2, "transfer_any": 2, "scan": 1, "chain": 1, "chain_any": 1}
+RESIDENT = {"transfer": 2, "transfer_any": 2, "scan": 1, "chain": 1, "chain_any": 1, "mend": 1,
+            "mend_any": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
@@ -501,7 +503,42 @@ def test_parallel_machine_code(variant: str, arch: str, tmp_path: Path) -> None:
         assert registers * binary.threads * RESIDENT[variant] <= 65536
         assert (binary.shared_bytes + 1024) * RESIDENT[variant] <= 228 * 1024
         assert "ACQBULK" in code
-        assert ("PREEXIT" in code) == ("chain" not in variant)
+        assert ("PREEXIT" in code) == ("mend" not in variant)
+
+
+WARP = KERNEL["chunk_warp"]
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("variant", ["chain", "chain_any"])
+@pytest.mark.parametrize("config", [ChunkWarp(16, 3), ChunkWarp(64, 3)], ids=str)
+def test_warp_machine_code(config: Any, variant: str, arch: str, tmp_path: Path) -> None:
+    """A state warp's 64 registers of state and all else stay in registers; in its loop stand the
+    148 matrix instructions of a chunk, one wait, one arrival, and no barrier of several warps."""
+    knobs = pytest.importorskip("triton").knobs
+    binary = toolchain.compile_kernel(WARP, config, arch, variant)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary.cubin)
+
+    def run(option: str) -> str:
+        command = [knobs.nvidia.cuobjdump.path, option, file]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    usage = run("-res-usage")
+    found = re.search(r"REG:(\d+) STACK:0 .* LOCAL:0 ", usage)
+    assert found is not None, usage
+    assert -(-int(found[1]) // 8) * 8 * binary.threads <= 65536
+    lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", run("-sass"), re.MULTILINE)
+    assert any("ACQBULK" in code for _, code in lines)
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for i, (_, code) in enumerate(lines):
+        jump = re.search(r"BRA .*?0x([0-9a-f]+)", code)
+        if jump and at[int(jump[1], 16)] < i:
+            loops.append([code for _, code in lines[at[int(jump[1], 16)] : i]])
+    chain = min((x for x in loops if sum("HMMA" in code for code in x) == 148), key=len)
+    for word, count in {"TRYWAIT": 1, "SYNCS.ARRIVE": 1, "BAR.": 0, "LDSM": 78, "STS": 12}.items():
+        assert sum(word in code for code in chain) == count, word
 
 
 CUTE = KERNEL["cute_split"]
@@ -543,7 +580,7 @@ def test_cute_machine_code(config: Any, variant: str, arch: str, tmp_path: Path)
         assert code.count("HGMMA") == ptx.count("wgmma.mma_async")
 
 
-BORROWERS = [(CUTE, CuteSplit(2, 64)), (PARALLEL, ChunkParallel(32, 8))]
+BORROWERS = [(CUTE, CuteSplit(2, 64)), (PARALLEL, ChunkParallel(32, 8)), (WARP, ChunkWarp(32, 3))]
 
 
 @pytest.mark.parametrize(("kernel", "config"), BORROWERS, ids=lambda x: getattr(x, "name", ""))

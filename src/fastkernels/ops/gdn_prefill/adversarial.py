@@ -91,6 +91,27 @@ def _prefixes(inputs: Inputs, rng: torch.Generator) -> Inputs:
     )
 
 
+def _erased(inputs: Inputs, rng: torch.Generator) -> Inputs:
+    """A state of 1e4 in one direction, with g = 1: keys leave it alone, then every other one of 256
+    overwrites it, which leaves 1/2,000 of the state, and the last 6 mend nothing. An error in
+    proportion to the state before, however small, is one to what remains."""
+    half = inputs.k.shape[2] // 2
+    direction = torch.nn.functional.normalize(torch.randn(half, generator=rng), dim=0).bfloat16()
+    k = torch.randn(inputs.k.shape, generator=rng)
+    k[..., :half] = 0.0
+    k = torch.nn.functional.normalize(k, dim=-1)
+    k[-262:-6:2] = torch.cat([direction, torch.zeros_like(direction)])
+    state = torch.zeros_like(_state(inputs))
+    state[..., :half] = 1e4 * torch.randn(*state.shape[:-1], 1, generator=rng) * direction
+    return inputs._replace(
+        k=k.bfloat16(),
+        state=state,
+        A_log=torch.zeros_like(inputs.A_log),
+        a=torch.full_like(inputs.a, -200.0),
+        dt_bias=torch.zeros_like(inputs.dt_bias),
+    )
+
+
 def _hostile_offsets(inputs: Inputs, rng: torch.Generator) -> Inputs:
     """Offsets that fall, are negative and lie beyond the tokens; what counts is the running maximum
     of their values within 0..T."""
@@ -99,6 +120,9 @@ def _hostile_offsets(inputs: Inputs, rng: torch.Generator) -> Inputs:
     offsets[0], offsets[1], offsets[3], offsets[4] = -7, middle, middle - 3, 2**31 - 1
     return inputs._replace(cu_seqlens=offsets)
 
+
+# Cut into segments of 4 to 64 chunks of 64 tokens, the last one is the last 6 tokens.
+_ERASED = Case("erased", (4102,), num_q_heads=1, num_v_heads=1)
 
 # Around the chunk sizes 16, 32 and 64; 128 is crossed by `steep_decay` and `late_forget`.
 _AROUND = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -122,6 +146,7 @@ STRATA: dict[str, Stratum] = {
     "beta_1": Stratum(Case("beta-1", (70, 3)), _betas(30.0, 100.0, math.inf)),
     "huge_state": Stratum(Case("huge-state", (66, 1)), _scaled(1e20)),
     "tiny_state": Stratum(Case("tiny-state", (66, 1)), _scaled(1e-20)),
+    "erased_state": Stratum(_ERASED, _erased),
     "mixed_states": Stratum(Case("mixed-states", (9, 33, 17, 65)), _scaled(1e20, 1e-20, 1.0, 0.0)),
     "parallel_keys": _listed("parallel-keep"),
     "long_keys": _listed("long-keys"),

@@ -17,15 +17,16 @@ it may be launched with programmatic stream serialization; `prepare` may not. Wi
 bound is 0) only `chain` is launched. Variants as above, `prepare_any` and `chain_any` for any
 alignment.
 
-Route `chunk_parallel`, up to four launches over one workspace, which holds the entries of `prepare`
+Route `chunk_parallel`, up to five launches over one workspace, which holds the entries of `prepare`
 and behind them `CUT_BYTES` for each cut of each value head. `tile` has two integers more: chunks of
 a segment, and these bytes. Blocks, slabs fastest, with `cuts = cut_bound(num_tokens, ..)`:
 `prepare` as above; `transfer`, of two matrices' rows, `256 / rows * num_v_heads * cuts`; `scan`,
-`8 * num_v_heads * min(cuts, num_seqs)`; `chain`, as above, `cuts` more than there are sequences.
-Launches without a block are left out. All but `prepare` wait by themselves.
+`8 * num_v_heads * min(cuts, num_seqs)`; `chain`, as above, `cuts` more than there are sequences;
+`mend`, `128 / rows * num_v_heads * min(cuts, num_seqs)`. Launches without a block are left out.
+All but `prepare` wait by themselves.
 
-Route `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what stands between the two
-launches is bytes in the workspace, so that each may be of another language.
+Routes `chunk_warp` and `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what
+stands between the two launches is bytes in the workspace, so that each may be of another language.
 """
 
 from __future__ import annotations
@@ -131,6 +132,33 @@ class ChunkSplit:
 
 
 @dataclass(frozen=True)
+class ChunkWarp:
+    """A block of the chain takes `rows_per_block` rows, a warp 16 of them, and has the inputs of
+    `stages` chunks in shared memory."""
+
+    rows_per_block: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows_per_block)
+        if self.stages not in (3, 4) or self.shared_bytes > 227 * 1024:
+            raise ValueError(
+                f"knob 'stages' is {self.stages}, expected 3, or 4 where 'rows_per_block' is 16"
+            )
+
+    @property
+    def threads(self) -> int:
+        # State warps, output warps (two for 16 rows, else one for each state warp) and 4 that copy
+        # the inputs; with 64 rows these are the output warps.
+        return 224 if self.rows_per_block == 16 else 256
+
+    @property
+    def shared_bytes(self) -> int:
+        exchange = 2 * 2 * self.rows_per_block * (HEAD_SIZE + CHUNK) + 64
+        return _stages_bytes(self.rows_per_block, self.stages, self.stages) + exchange + 128
+
+
+@dataclass(frozen=True)
 class ChunkCluster:
     """`cluster` blocks take the rows of a head, each 128 / cluster."""
 
@@ -172,7 +200,7 @@ class ChunkParallel:
         rows, stages = self.rows_per_block, self.stages
         if variant == "scan":
             return 2 * 3 * (HEAD_SIZE // 16) * 32 * 16 + 128
-        if "chain" in variant:
+        if variant.removesuffix("_any") in ("chain", "mend"):
             return _shared_bytes(rows, stages, pair_stages=stages)
         values = CHUNK * (2 * rows + 16)
         exchange = 2 * rows * HEAD_SIZE + 2 * 2 * rows * CHUNK + 2 * 4 * rows
@@ -183,7 +211,7 @@ class ChunkParallel:
         return 128 if "transfer" in variant else 256
 
 
-CUT_BYTES = 2 * 4 * HEAD_SIZE * HEAD_SIZE
+CUT_BYTES = 2 * 4 * HEAD_SIZE * HEAD_SIZE + 128
 """Of a cut and value head in the workspace of `chunk_parallel`: `kCutBytes` of
 csrc/gdn_prefill/segments.cuh."""
 
@@ -200,12 +228,20 @@ def _check_rows(rows: int) -> None:
         raise ValueError(f"knob 'rows_per_block' is {rows}, expected 16, 32 or 64")
 
 
+def _values_bytes(rows: int) -> int:
+    return CHUNK * (2 * rows + 16)  # of v or the output, with a pitch
+
+
+def _stages_bytes(rows: int, stages: int, pair_stages: int) -> int:
+    stage = 2 * KEYS_BYTES + _values_bytes(rows) + GATES_BYTES
+    return stages * stage + pair_stages * 2 * PAIRS_BYTES
+
+
 def _shared_bytes(rows: int, stages: int, pair_stages: int) -> int:
     """`Sequence::kSharedBytes` of csrc/gdn_prefill/sequence.cuh; the compiler compares them."""
-    values = CHUNK * (2 * rows + 16)  # of v or the output, with a pitch
+    values = _values_bytes(rows)
     exchange = 2 * 2 * rows * HEAD_SIZE + 3 * 2 * rows * CHUNK + values + 2 * 4 * rows + 16
-    stage = 2 * KEYS_BYTES + values + GATES_BYTES
-    return stages * stage + pair_stages * 2 * PAIRS_BYTES + exchange + 128
+    return _stages_bytes(rows, stages, pair_stages) + exchange + 128
 
 
 @dataclass(frozen=True)
@@ -301,6 +337,14 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     CHUNK_SPLIT,
     Kernel(
+        OP, "chunk_warp", "cuda", ARCHS, ChunkWarp(16, 3), "gdn_prefill/chunk_warp.cu",
+        tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
+        launch_shape=lambda c, _: (c.threads, c.shared_bytes),
+        variants=CHUNK_SPLIT.variants,
+        lent=dict.fromkeys(("prepare", "prepare_any"), CHUNK_SPLIT),
+        candidates={"rows_per_block": (16, 32, 64), "stages": (3, 4)},
+    ),
+    Kernel(
         OP, "chunk_cluster", "cuda", ARCHS, ChunkCluster(8), "gdn_prefill/chunk_cluster.cu",
         tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
         launch_shape=lambda c, _: (512, c.shared_bytes),
@@ -310,7 +354,7 @@ KERNELS: tuple[Kernel, ...] = (
         OP, "chunk_parallel", "cuda", ARCHS, ChunkParallel(64, 16), "gdn_prefill/chunk_parallel.cu",
         tile=lambda c: (c.rows_per_block, PREPARED_BYTES, c.segment_chunks, CUT_BYTES),
         launch_shape=lambda c, variant: (c.threads(variant), c.shared_bytes(variant)),
-        variants=(*CHUNK_SPLIT.variants, "transfer", "transfer_any", "scan"),
+        variants=(*CHUNK_SPLIT.variants, "transfer", "transfer_any", "scan", "mend", "mend_any"),
         lent=dict.fromkeys(("prepare", "prepare_any"), CHUNK_SPLIT),
         candidates={"rows_per_block": (16, 32, 64), "segment_chunks": (8, 16, 32, 64, 128)},
     ),
