@@ -1,10 +1,12 @@
-"""Tables to pack from, and calls of a package's entry in a fresh process that has torch alone."""
+"""Tables to pack from, calls of a package's entry in a fresh process that has torch alone, and
+flashinfer-bench where it is."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ from fastkernels.core.device import named_device
 from fastkernels.core.problem import torch_dtype
 from fastkernels.core.spec import TensorSpec
 from fastkernels.testing.hostile import poison
+
+
+def bench(module: str = "flashinfer_bench") -> Any:
+    """A module of flashinfer-bench, or a skip that says why not."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        pytest.skip(f"flashinfer-bench cannot be imported: {error}")
+
 
 # What is left: torch and the standard library. torch warns where NumPy is missing.
 CHILD = """

@@ -4,7 +4,6 @@ skipped only where it cannot be imported."""
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +18,9 @@ from fastkernels.contest.dataset import write_dataset
 from fastkernels.contest.definition import contest_axes, definition
 from fastkernels.contest.package import Package, pack
 from fastkernels.core.problem import torch_dtype
-from tests.contest.packages import user_table
+from tests.contest.packages import bench, user_table
 
 OPERATORS = [operator.name for operator in catalog.OPERATORS]
-
-
-def bench(module: str = "flashinfer_bench") -> Any:
-    """A module of flashinfer-bench, or a skip that says why not."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        pytest.skip(f"flashinfer-bench cannot be imported: {error}")
 
 
 # ---- with flashinfer-bench ----------------------------------------------------------------------

@@ -18,15 +18,9 @@ from fastkernels.contest.definition import definition
 from fastkernels.core.spec import TensorSpec
 from fastkernels.testing import contracts
 from fastkernels.testing.compare import as_tuple, same_bits
+from tests.contest.packages import bench
 
 OPERATORS = [operator.name for operator in catalog.OPERATORS]
-
-
-def bench(module: str = "flashinfer_bench") -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        pytest.skip(f"flashinfer-bench cannot be imported: {error}")
 
 
 def trace(op: str, **axes: int) -> dict[str, Any]:
