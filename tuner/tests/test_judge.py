@@ -548,6 +548,17 @@ def test_what_is_known_to_be_wrong_outlives_the_judges_own_faults(
     with monkeypatch.context() as patched:
         patched.setattr(bare, "_joined_errors", no_memory)
         assert [found.failure for found in bare.check(calls, True, 1.0)] == [None] * 4
+    # So do the results of all of them at once: each gets its own.
+    for drawn in bare._now.drawn.values():
+        drawn.expected = None
+
+    def one_alone(many: Any) -> Any:
+        return expect(many) if len(many) == 1 else no_memory(many)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bare._now, "join", lambda many: None)
+        patched.setattr(bare._now, "expect", one_alone)
+        assert [found.failure for found in bare.check(calls, True, 1.0)] == [None] * 4
     # It says wrong, and what each should have given cannot be computed.
     _sets(bare, loan)[2].results[0][0, 0, 1, 5] += 1.0
     bare.fill([])
