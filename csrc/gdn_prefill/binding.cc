@@ -20,9 +20,9 @@ namespace {
 namespace ffi = tvm::ffi;
 
 // Variants of a kernel, in the order of `Kernel.variants`: one launch has two; two launches have
-// four, those of the first launch first; chunk_parallel has five more behind.
+// four, those of the first launch first; chunk_states has two more behind, chunk_parallel five.
 enum : int { kAligned = 0, kAny = 1 };
-enum : int { kPrepare = 0, kChain = 2, kTransfer = 4, kScan = 6, kMend = 7 };
+enum : int { kPrepare = 0, kChain = 2, kOutput = 4, kTransfer = 4, kScan = 6, kMend = 7 };
 constexpr size_t kSplitVariants = 4;
 
 struct Call {
@@ -106,17 +106,17 @@ bool Prepare(const Call& call, bool is_checked, Params* p, int* variant) {
 
 // What a plan asks for with a problem: blocks of each launch, along x, and bytes of workspace.
 struct Layout {
-  int64_t prepare = 0, chain, transfer = 0, scan = 0, mend = 0;
+  int64_t prepare = 0, chain, output = 0, transfer = 0, scan = 0, mend = 0;
   int64_t bytes;
 };
 
 // `plan.tile` is rows of V a block; bytes of workspace for each chunk of each head, 0 where the
-// plan has none; and for chunk_parallel the chunks of a segment, and bytes for each cut of each
-// head.
+// plan has none; for chunk_states also bytes for each chunk of each query head, or for
+// chunk_parallel the chunks of a segment, and bytes for each cut of each head.
 Layout LayOut(const Plan& plan, const Params& p) {
   const int64_t slabs = kHeadSize / plan.tile[0], entry_bytes = plan.tile[1];
   const int64_t chunks = entry_bytes > 0 ? chunk_bound(p.num_tokens, p.num_seqs) : 0;
-  const bool is_parallel = plan.tile.size() > 2;
+  const bool has_output = plan.tile.size() == 3, is_parallel = plan.tile.size() == 4;
   const int64_t cuts = is_parallel ? cut_bound(p.num_tokens, plan.tile[2] * kChunk) : 0;
   const int64_t heads = p.num_v_heads;
   Layout layout;
@@ -126,8 +126,11 @@ Layout LayOut(const Plan& plan, const Params& p) {
   layout.chain = std::max<int64_t>(p.num_seqs + cuts, 1) * heads * slabs;
   layout.transfer = cuts * heads * 2 * slabs;
   layout.scan = std::min<int64_t>(p.num_seqs, cuts) * heads * (kHeadSize / 16);
+  layout.output = has_output ? layout.prepare : 0;
   layout.mend = std::min<int64_t>(p.num_seqs, cuts) * heads * slabs;
-  layout.bytes = layout.prepare * entry_bytes + (is_parallel ? cuts * heads * plan.tile[3] : 0);
+  layout.bytes = layout.prepare * entry_bytes;
+  if (has_output) layout.bytes += chunks * p.num_q_heads * plan.tile[2];
+  if (is_parallel) layout.bytes += cuts * heads * plan.tile[3];
   return layout;
 }
 
@@ -211,6 +214,7 @@ bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
   launch(kTransfer + variant, layout.transfer);
   launch(kScan, layout.scan);
   launch(kChain + variant, layout.chain);
+  launch(kOutput + variant, layout.output);
   launch(kMend + variant, layout.mend);
   return true;
 }

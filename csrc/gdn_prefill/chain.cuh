@@ -56,8 +56,10 @@ template <int kRows, bool kWithOutput = true>
 struct Chain {
   static_assert(kRows == 16 || kRows == 32 || kRows == 64, "a whole number of fragments");
   static constexpr int kTiles = kRows / 16;
+  static constexpr int kKeySteps = kHeadSize / 16;
   // Tiles of 16 x 8 of the state that a state warp has.
   static constexpr int kRowTiles = kTiles, kColumnTiles = 4;
+  static constexpr bool kWritesOutput = kWithOutput;
   // State warps come first, then output warps, which copy the inputs, too.
   static constexpr int kStateThreads = kGroupThreads, kFirstCopyThread = kGroupThreads;
   static constexpr int kThreads = kChainThreads;
@@ -115,13 +117,11 @@ struct Chain {
     a[3] = words.w;
   }
 
-  // Two results of 8 columns each as one left operand.
-  static __device__ __forceinline__ void store_fragment(unsigned char* x, uint32_t idx,
-                                                        const float (&left)[4],
-                                                        const float (&right)[4]) {
-    *fragment(x, idx) =
-        make_uint4(ptx::to_bf16x2(left[0], left[1]), ptx::to_bf16x2(left[2], left[3]),
-                   ptx::to_bf16x2(right[0], right[1]), ptx::to_bf16x2(right[2], right[3]));
+  // Two results of 8 columns each as one left operand, or as two right ones, (x, z) and (y, w),
+  // whose columns are the rows.
+  static __device__ __forceinline__ uint4 pack(const float (&left)[4], const float (&right)[4]) {
+    return make_uint4(ptx::to_bf16x2(left[0], left[1]), ptx::to_bf16x2(left[2], left[3]),
+                      ptx::to_bf16x2(right[0], right[1]), ptx::to_bf16x2(right[2], right[3]));
   }
 
   // sum[r][h] += left [rows, 128] right^T of 16 tokens from `token` on. In two parts, since each
@@ -152,26 +152,29 @@ struct Chain {
     }
   }
 
-  // sum[r][h] += left [rows, 64] right^T of 16 tokens, `right` [64, 64] lower triangular. What is
-  // above its diagonal is taken for zeros, not skipped: a branch would keep the loads behind it
-  // waiting, and the last warp, which the others wait for, needs all of it.
+  // Of a lower triangular matrix [64, 64] 16 rows, as right operands. What is above the diagonal is
+  // taken for zeros, not skipped: a branch would keep the loads behind it waiting, and the last
+  // warp, which the others wait for, needs all of it.
+  static __device__ __forceinline__ void load_pairs(uint32_t (&b)[4], const unsigned char* pairs,
+                                                    uint32_t token, int step) {
+    ptx::load_matrices(b, fragment_b<kPairBytes>(ptx::shared_address(pairs), token, 2 * step));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = 16 * step > static_cast<int>(token) ? 0u : b[i];
+  }
+
+  // sum[r][h] += left [rows, 64] right^T of 16 tokens.
   static __device__ __forceinline__ void multiply_pairs(float (&sum)[kTiles][2][4],
                                                         unsigned char* left,
-                                                        const unsigned char* right,
-                                                        uint32_t token) {
-    const uint32_t tile = ptx::shared_address(right);
+                                                        const uint32_t (&right)[kChunk / 16][4]) {
 #pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      uint32_t b[4];
-      ptx::load_matrices(b, fragment_b<kPairBytes>(tile, token, 2 * step));
+    for (int r = 0; r < kTiles; ++r) {
+      uint32_t a[kChunk / 16][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = 16 * step > static_cast<int>(token) ? 0u : b[i];
+      for (int step = 0; step < kChunk / 16; ++step) load_fragment(a[step], left, r * 4 + step);
 #pragma unroll
-      for (int r = 0; r < kTiles; ++r) {
-        uint32_t a[4];
-        load_fragment(a, left, r * 4 + step);
-        ptx::mma_bf16(sum[r][0], a, b[0], b[1]);
-        ptx::mma_bf16(sum[r][1], a, b[2], b[3]);
+      for (int step = 0; step < kChunk / 16; ++step) {
+        ptx::mma_bf16(sum[r][0], a[step], right[step][0], right[step][1]);
+        ptx::mma_bf16(sum[r][1], a[step], right[step][2], right[step][3]);
       }
     }
   }
@@ -202,66 +205,143 @@ struct Chain {
     return elements;
   }
 
-  // A state warp's part of one chunk. S: rows g, g + 8 of each tile, columns 32 * warp + 8 * j +
-  // 2c.
-  __device__ __forceinline__ void advance(float (&S)[kTiles][4][4], const Stage& x,
-                                          uint32_t parity) const {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const uint32_t token = 16 * warp;
-    float decay[2][2], beta[2][2];  // of this lane's columns: tokens token + 8 * h + 2c + i
+  // What a state warp reads of a chunk's inputs for its first product, and the gates of a lane's
+  // tokens, 16 * warp + 8 * h + 2c + i.
+  struct Early {
+    uint32_t keys[kHeadSize / 16][4];           // K of 16 tokens, as right operands
+    uint32_t v[kTiles][4];                      // columns of V as rows, as they lie in products
+    float decay[2][2], rest[2][2], beta[2][2];  // from the chunk's start, to its end
+    float decay_all;
+    int32_t first_bad;
+  };
+
+  static __device__ __forceinline__ void load_keys(Early& early, const Stage& x, int first,
+                                                   int last) {
+    const uint32_t token = threadIdx.x / kWarpSize * 16;
+#pragma unroll
+    for (int step = first; step < last; ++step) {
+      ptx::load_matrices(early.keys[step],
+                         fragment_b<kKeyBytes>(ptx::shared_address(x.k), token, 2 * step));
+    }
+  }
+
+  static __device__ __forceinline__ void load_rest(Early& early, const Stage& x) {
+    const uint32_t lane = threadIdx.x % kWarpSize, token = threadIdx.x / kWarpSize * 16;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      const uint32_t row = token + lane % 8 + lane / 16 * 8;
+      ptx::load_matrices_transposed(
+          early.v[r], ptx::shared_address(x.v) + row * kVBytes + 32 * r + lane / 8 % 2 * 16);
+    }
+    const float last = x.gates->decay[kChunk - 1];
+    early.decay_all = ptx::exp2(last);
+    early.first_bad = x.gates->first_bad;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t first = token + 8 * h + lane % 4 * 2;
       const float2 decays = *reinterpret_cast<const float2*>(x.gates->decay + first);
       const float2 betas = *reinterpret_cast<const float2*>(x.gates->beta + first);
-      decay[h][0] = decays.x;
-      decay[h][1] = decays.y;
-      beta[h][0] = betas.x;
-      beta[h][1] = betas.y;
+      early.decay[h][0] = ptx::exp2(decays.x);
+      early.decay[h][1] = ptx::exp2(decays.y);
+      early.rest[h][0] = ptx::exp2(last - decays.x);
+      early.rest[h][1] = ptx::exp2(last - decays.y);
+      early.beta[h][0] = betas.x;
+      early.beta[h][1] = betas.y;
     }
-    const float last = x.gates->decay[kChunk - 1];
+  }
 
-    float sum[kTiles][2][4] = {};
-    multiply_state(sum, state(parity), x.k, token);
+  // What others are told of a chunk, and when: by every state warp.
+  struct Output {
+    const Chain& chain;
+
+    __device__ __forceinline__ void inputs_are_read() const {}
+    __device__ __forceinline__ void update(uint32_t idx, uint4 words) const {
+      if constexpr (kWithOutput) *fragment(chain.u_output(), idx) = words;
+    }
+    __device__ __forceinline__ void update_is_there() const {
+      if constexpr (kWithOutput) ptx::mbarrier_arrive_expect(chain.update_barrier(), 0);
+    }
+    // `rows`: `first_bad` of the chunk, final.
+    __device__ __forceinline__ void bad(const int32_t* /*rows*/) const {}
+    __device__ __forceinline__ void load_next_keys(Early& /*early*/) const {}
+    __device__ __forceinline__ void load_next(Early& /*early*/) const {}
+    __device__ __forceinline__ void state(uint32_t /*idx*/, uint4 /*words*/) const {}
+  };
+
+  // A state warp's part of one chunk. S: rows g, g + 8 of each tile, columns 32 * warp + 8 * j +
+  // 2c.
+  __device__ __forceinline__ void advance(float (&S)[kTiles][4][4], const Stage& x,
+                                          uint32_t parity) const {
+    Early early;
+    load_keys(early, x, 0, kKeySteps);
+    load_rest(early, x);
+    advance(S, x, parity, early, Output{*this});
+  }
+
+  // `early`: of this chunk; `told` may make it the next one's, keys first. Operands that do not
+  // depend on the state are loaded a product ahead: right before their use they stood behind the
+  // other warps' loads, 100 cycles each of three times a chunk.
+  template <typename Told>
+  __device__ __forceinline__ void advance(float (&S)[kTiles][4][4], const Stage& x, uint32_t parity,
+                                          Early& early, const Told& told) const {
+    constexpr int kSteps = kChunk / 16;
+    constexpr bool kColumnsEarly = kTiles <= 2;  // with 64 rows registers are too few
+    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const uint32_t token = 16 * warp;
+    uint32_t T[kSteps][4], columns[kColumnsEarly ? kSteps : 1][2][4];
+    float update[kTiles][2][4];
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
-      // Columns of V as rows: what the transposed load gives lies as the products do.
-      uint32_t v[4];
-      const uint32_t row = token + lane % 8 + lane / 16 * 8;
-      ptx::load_matrices_transposed(
-          v, ptx::shared_address(x.v) + row * kVBytes + 32 * r + lane / 8 % 2 * 16);
+      uint32_t a[kKeySteps][4];
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        load_fragment(a[step], state(parity), r * 8 + step);
+      }
+      // In two parts, since each product waits for the one that it adds to.
+      float sum[2][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+        const uint32_t (&b)[4] = early.keys[step];
+        ptx::mma_bf16(sum[step % 2][0], a[step], b[0], b[1]);
+        ptx::mma_bf16(sum[step % 2][1], a[step], b[2], b[3]);
+      }
+      if (r == 0) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_pairs(T[step], x.T, token, step);
+        if constexpr (kColumnsEarly) load_columns(columns[0], x, 0);
+        if constexpr (kColumnsEarly) load_columns(columns[1], x, 1);
+      }
+      float (&y)[2][4] = update[r];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, upper = i % 4 / 2, j = i % 2;  // tokens, rows, column
-        const uint32_t word = v[2 * h + upper];
+        const uint32_t word = early.v[r][2 * h + upper];
         const float value = __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u);
-        float& y = sum[r][h][2 * upper + j];
-        y = beta[h][j] * fmaf(-ptx::exp2(decay[h][j]), y, value);
+        const float product = sum[0][h][i % 4] + sum[1][h][i % 4];
+        y[h][i % 4] = early.beta[h][j] * fmaf(-early.decay[h][j], product, value);
       }
-      take_out(sum[r], token, parity, r);
-      store_fragment(y(), r * 4 + warp, sum[r][0], sum[r][1]);
+      take_out(y, token, parity, r);
+      *fragment(this->y(), r * 4 + warp) = pack(y[0], y[1]);
     }
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
-    float (&update)[kTiles][2][4] = sum;
-    multiply_pairs(update, y(), x.T, token);
-    const int32_t bad_chunk = x.gates->first_bad;
+    multiply_pairs(update, y(), T);
+    if constexpr (kColumnsEarly) {
+      load_columns(columns[2], x, 2);
+      load_columns(columns[3], x, 3);
+    }
+    told.load_next_keys(early);
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
       int32_t bad[2];
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        bad[upper] = min(bad_chunk, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
+        bad[upper] = min(early.first_bad, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
       const uint32_t overflow = take_out(update[r], token, parity, r);
-      if constexpr (kWithOutput) {
-        store_fragment(u_output(), r * 4 + warp, update[r][0], update[r][1]);
-      }
+      told.update(r * 4 + warp, pack(update[r][0], update[r][1]));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int h = i / 4, j = i % 2;
-        update[r][h][i % 4] *= ptx::exp2(last - decay[h][j]);
-      }
+      for (int i = 0; i < 8; ++i) update[r][i / 4][i % 4] *= early.rest[i / 4][i % 2];
       if (min(bad[0], bad[1]) < kChunk || overflow != 0) {
         // One NaN of a row makes its whole state NaN.
 #pragma unroll
@@ -271,25 +351,21 @@ struct Chain {
           if (is_bad || (overflow >> i & 1) != 0) update[r][h][2 * upper + j] = NAN;
         }
       }
-      store_fragment(u_state(), r * 4 + warp, update[r][0], update[r][1]);
+      *fragment(u_state(), r * 4 + warp) = pack(update[r][0], update[r][1]);
     }
-    if constexpr (kWithOutput) ptx::mbarrier_arrive_expect(update_barrier(), 0);
+    told.update_is_there();
+    if constexpr (kColumnsEarly) told.inputs_are_read();
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
-    const float decay_all = ptx::exp2(last);
-    const uint32_t k = ptx::shared_address(x.k);
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= decay_all;
+      for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= early.decay_all;
     }
 #pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      uint32_t b[2][4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        ptx::load_matrices_transposed(b[j], fragment_a<kKeyBytes>(k, 16 * step, 4 * warp + 2 * j));
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t (&b)[2][4] = columns[kColumnsEarly ? step : 0];
+      if constexpr (!kColumnsEarly) load_columns(b, x, step);
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
         uint32_t a[4];
@@ -300,19 +376,42 @@ struct Chain {
         }
       }
     }
-    publish(S, parity ^ 1);
+    if constexpr (!kColumnsEarly) told.inputs_are_read();
+    told.bad(first_bad(parity));
+    told.load_next(early);
+    publish(S, parity ^ 1, told);
     // The next chunk's; this one's are read up to the block's barrier.
     if (threadIdx.x < kRows) first_bad(parity ^ 1)[threadIdx.x] = kChunk;
   }
 
+  // K of 16 tokens and a state warp's 32 columns, as right operands with a column for each of K.
+  static __device__ __forceinline__ void load_columns(uint32_t (&b)[2][4], const Stage& x,
+                                                      int step) {
+    const uint32_t warp = threadIdx.x / kWarpSize;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      ptx::load_matrices_transposed(
+          b[j], fragment_a<kKeyBytes>(ptx::shared_address(x.k), 16 * step, 4 * warp + 2 * j));
+    }
+  }
+
   // A bfloat16 copy of the state for all warps.
   __device__ __forceinline__ void publish(const float (&S)[kTiles][4][4], uint32_t parity) const {
+    publish(S, parity, Output{*this});
+  }
+
+  template <typename Told>
+  __device__ __forceinline__ void publish(const float (&S)[kTiles][4][4], uint32_t parity,
+                                          const Told& told) const {
     const uint32_t warp = threadIdx.x / kWarpSize;
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        store_fragment(state(parity), r * 8 + 2 * warp + j, S[r][2 * j], S[r][2 * j + 1]);
+        const uint32_t idx = r * 8 + 2 * warp + j;
+        const uint4 words = pack(S[r][2 * j], S[r][2 * j + 1]);
+        *fragment(state(parity), idx) = words;
+        told.state(idx, words);
       }
     }
   }
@@ -338,8 +437,11 @@ struct Chain {
         for (int i = 0; i < 4; ++i) sum[r][h][i] *= decay[i % 2];
       }
     }
+    uint32_t P[kChunk / 16][4];
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) load_pairs(P[step], x.P, token, step);
     ptx::mbarrier_wait(update_barrier(), parity);
-    multiply_pairs(sum, u_output(), x.P, token);
+    multiply_pairs(sum, u_output(), P);
 
     const uint32_t tile = ptx::shared_address(output());
     const int32_t bad_chunk = x.gates->first_bad;

@@ -21,33 +21,8 @@ namespace {
 
 #if FK_PREPARE
 
-constexpr int kScratch = kMakerBytes;
-constexpr int kPrepareBytes = kScratch + 128;
 static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
               "kernels/__init__.py says otherwise");
-
-__device__ __forceinline__ void prepare_chunk(const Params& p, const Own& only, int32_t number,
-                                              uint32_t head) {
-  unsigned char* shared = ptx::dynamic_shared();
-  const float A_log = load_head_value(p.A_log, head), dt_bias = load_head_value(p.dt_bias, head);
-  const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
-  const bool is_only = p.num_seqs == 1;
-  Chunk guess = {0, 0};
-  RawGates raw = {};
-  if (is_only) {
-    guess = {number * kChunk, min(p.num_tokens - number * kChunk, kChunk)};
-    raw = load_chunk<FK_ALIGNED>(p, head, q_head, guess, shared);
-  }
-  const Chunk chunk = is_only ? chunk_at(tokens_of(p, only), 0, number)
-                              : find_chunk<kPrepareThreads>(
-                                    p, number, reinterpret_cast<int32_t*>(shared + kScratch));
-  if (!(chunk == guess) || chunk.length == 0) {
-    finish_copies();
-    if (chunk.length == 0) return;
-    raw = load_chunk<FK_ALIGNED>(p, head, q_head, chunk, shared);
-  }
-  make_chunk(p, head, A_log, dt_bias, number, chunk.length, raw, shared);
-}
 
 #else
 
@@ -64,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(FK_THREADS, FK_PREPARE ? 3 : 1)
 #if FK_PREPARE
   const Own only = load_only(p);
   ptx::launch_dependents();
-  prepare_chunk(p, only, static_cast<int32_t>(blockIdx.x / p.num_v_heads),
-                blockIdx.x % p.num_v_heads);
+  prepare_chunk<FK_ALIGNED>(p, only, static_cast<int32_t>(blockIdx.x / p.num_v_heads),
+                            blockIdx.x % p.num_v_heads);
 #else
   Block::enter(p);
 #endif

@@ -14,6 +14,12 @@ using namespace gdn;
 
 constexpr uint32_t kWarpSize = 32;
 
+// All of this thread's copies have come.
+__device__ __forceinline__ void finish_copies() {
+  ptx::copy_commit();
+  ptx::copy_wait<0>();
+}
+
 // ---- sequences ----------------------------------------------------------------------------------
 
 // An offset as loaded. Twice the same word where it has only one.
@@ -176,6 +182,7 @@ __device__ __forceinline__ Located locate(const Params& p, int32_t position, int
 // A chunk by its number (params.h): tokens `start` to `start + length` of one sequence.
 struct Chunk {
   int32_t start, length;  // length 0: no chunk has the number
+  int32_t seq = 0;        // where it was found by its number
 
   __device__ __forceinline__ bool operator==(const Chunk& other) const {
     return start == other.start && length == other.length;
@@ -187,16 +194,16 @@ __device__ __forceinline__ Chunk chunk_at(Tokens tokens, int32_t seq, int32_t nu
   const int64_t skipped = (number - (tokens.start / kChunk + int64_t{seq})) * kChunk;
   if (skipped < 0 || skipped >= tokens.length) return {0, 0};
   return {static_cast<int32_t>(tokens.start + skipped),
-          static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk}))};
+          static_cast<int32_t>(min(tokens.length - skipped, int64_t{kChunk})), seq};
 }
 
-// Found by all threads of the block together. `scratch`: one word a warp and two more. A number is
-// above that of its sequence by a token's number of chunks at most: earlier sequences are passed
+// Found by all threads of the block together. `scratch`: one word a warp and three more. A number
+// is above that of its sequence by a token's number of chunks at most: earlier sequences are passed
 // over, but for their largest offset.
 template <int kThreads>
 __device__ __forceinline__ Chunk find_chunk(const Params& p, int32_t number, int32_t* scratch) {
   int32_t* found = scratch + kThreads / 32;
-  if (threadIdx.x < 2) found[threadIdx.x] = 0;
+  if (threadIdx.x < 3) found[threadIdx.x] = 0;
   const int32_t least = max(number - p.num_tokens / kChunk, 0);
   int32_t before = 0;
   if (least > 0) {
@@ -215,11 +222,32 @@ __device__ __forceinline__ Chunk find_chunk(const Params& p, int32_t number, int
       const Chunk chunk = chunk_at(tokens, seq, number);
       found[0] = chunk.start;
       found[1] = chunk.length;
+      found[2] = chunk.seq;
     }
     if (num_reached < kThreads) break;
   }
   __syncthreads();
-  return {found[0], found[1]};
+  return {found[0], found[1], found[2]};
+}
+
+// The same, where `load(chunk)` sets copies on their way, by all threads: of the only sequence's
+// chunk before it is certain, as `Own` says. `scratch` may lie where copies do not go.
+template <int kThreads, typename F>
+__device__ __forceinline__ Chunk find_loaded(const Params& p, const Own& only, int32_t number,
+                                             int32_t* scratch, F load) {
+  const bool is_only = p.num_seqs == 1;
+  Chunk guess = {0, 0};
+  if (is_only) {
+    guess = {number * kChunk, min(p.num_tokens - number * kChunk, kChunk)};
+    load(guess);
+  }
+  const Chunk chunk =
+      is_only ? chunk_at(tokens_of(p, only), 0, number) : find_chunk<kThreads>(p, number, scratch);
+  if (!(chunk == guess) || chunk.length == 0) {
+    finish_copies();
+    if (chunk.length > 0) load(chunk);
+  }
+  return chunk;
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
@@ -412,12 +440,6 @@ __device__ __forceinline__ void store_piece(uint16_t* to, uint4 words) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) to[i] = static_cast<uint16_t>(each[i / 2] >> (i % 2 * 16));
   }
-}
-
-// All of this thread's copies have come.
-__device__ __forceinline__ void finish_copies() {
-  ptx::copy_commit();
-  ptx::copy_wait<0>();
 }
 
 // The rows of a chunk of q or k, of the head at `offset`, into a swizzled tile; rows beyond the

@@ -334,4 +334,24 @@ __device__ __forceinline__ void make_chunk(const Params& p, uint32_t head, float
   }
 }
 
+// The whole of it for the chunk of this number, by a block of its own.
+constexpr int kPrepareScratch = kMakerBytes;
+constexpr int kPrepareBytes = kPrepareScratch + 128;
+
+template <bool kAligned>
+__device__ __forceinline__ Chunk prepare_chunk(const Params& p, const Own& only, int32_t number,
+                                               uint32_t head) {
+  unsigned char* shared = ptx::dynamic_shared();
+  const float A_log = load_head_value(p.A_log, head), dt_bias = load_head_value(p.dt_bias, head);
+  const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
+  RawGates raw = {};
+  const Chunk chunk = find_loaded<kPrepareThreads>(
+      p, only, number, reinterpret_cast<int32_t*>(shared + kPrepareScratch),
+      [&](Chunk at) { raw = load_chunk<kAligned>(p, head, q_head, at, shared); });
+  if (chunk.length > 0) {
+    make_chunk(p, head, A_log, dt_bias, number, chunk.length, raw, shared);
+  }
+  return chunk;
+}
+
 }  // namespace fastkernels::gdn_prefill

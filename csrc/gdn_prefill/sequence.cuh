@@ -49,9 +49,11 @@ struct Sequence {
   static constexpr int kFloatsBytes = kFused ? kChunk * kPitch * 4 : 0;
 
   static constexpr int kQ = kStages * kKeysBytes;
-  static constexpr int kT = kQ + kStages * kKeysBytes;
+  // Of q and P there is nothing where another kernel makes the output.
+  static constexpr int kOutputStages = Exchange::kWritesOutput ? kStages : 0;
+  static constexpr int kT = kQ + kOutputStages * kKeysBytes;
   static constexpr int kP = kT + kPairStages * kPairsBytes;
-  static constexpr int kMade = kP + kPairStages * kPairsBytes;
+  static constexpr int kMade = kP + (kFused ? 1 : kOutputStages) * kPairsBytes;
   static constexpr int kExchange = kMade + (kClustered ? kMakerBytes : 0);
   static_assert(kMade % 1024 == 0 && (!kFused || kP == kT + kPairsBytes), "as Prepare has them");
   static constexpr int kV = kExchange + Exchange::kSharedBytes;
@@ -83,7 +85,13 @@ struct Sequence {
                                        thread);
     copy_keys<kGroupThreads, kAligned>(to.q, p.q, p.q_stride_t, q_head * p.q_stride_h, chunk,
                                        thread);
-    copy_values<kGroupThreads, kRows, kAligned>(to.v, p, head, column, chunk, thread);
+    copy_values<kGroupThreads>(chunk, to, thread);
+  }
+
+  // By `kCopyThreads` threads, this is number `thread`.
+  template <int kCopyThreads>
+  __device__ __forceinline__ void copy_values(Chunk chunk, const Stage& to, uint32_t thread) const {
+    gdn_prefill::copy_values<kCopyThreads, kRows, kAligned>(to.v, p, head, column, chunk, thread);
   }
 
   // What the earlier kernel left: tiles as they will lie.
@@ -191,7 +199,7 @@ struct Sequence {
       if (idx * kChunk >= tokens.length) return {};
       return load_chunk<kAligned>(p, head, q_head, chunk_of(tokens, idx), shared + kMade);
     }
-    if (threadIdx.x < Exchange::kFirstCopyThread) return {};
+    if (!Exchange::kWritesOutput || threadIdx.x < Exchange::kFirstCopyThread) return {};
     RawGates raw = {};
     if (kFused && is_last_warp()) raw = load_gates(p, head, chunk_of(tokens, 0));
 #pragma unroll

@@ -41,6 +41,7 @@ template <int kRows, int kStages>
 struct WarpChain {
   static_assert(kRows == 16 || kRows == 32 || kRows == 64, "a whole number of fragments");
   static_assert(kStages >= 3, "inputs are copied for a chunk, and half of one");
+  static constexpr bool kWritesOutput = true;
   static constexpr int kStateWarps = kRows / 16;
   // Output warps of a state warp: so that no tensor core has more to do than that of a state warp.
   static constexpr int kShares = kRows == 16 ? 2 : 1;

@@ -24,6 +24,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
     ChunkFused,
     ChunkParallel,
     ChunkSplit,
+    ChunkStates,
     ChunkWarp,
     Recurrent,
     chunk_bound,
@@ -31,6 +32,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
 )
 from fastkernels.ops.gdn_prefill.problem import Inputs
 from fastkernels.ops.gdn_prefill.reference import reference
+from fastkernels.ops.gdn_prefill.routes.library import workspace_bytes
 from fastkernels.testing.compare import clone
 from tests.emulator import Emulator, is_aligned, params_of, shared_folder
 
@@ -49,6 +51,9 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "warp-16": ("chunk_warp", ChunkWarp(16, 4)),
     "warp-32": ("chunk_warp", ChunkWarp(32, 3)),
     "warp-64": ("chunk_warp", ChunkWarp(64, 3)),
+    "states-16": ("chunk_states", ChunkStates(16, 3)),
+    "states-32": ("chunk_states", ChunkStates(32, 3)),
+    "states-64": ("chunk_states", ChunkStates(64, 4)),
     "cluster-8": ("chunk_cluster", ChunkCluster(8)),
     "cluster-4": ("chunk_cluster", ChunkCluster(4)),
     "parallel-32": ("chunk_parallel", ChunkParallel(32, 2)),
@@ -120,11 +125,14 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
             new_state = inputs.state
         else:
             new_state = torch.full((num_seqs, num_v_heads, HEAD_SIZE, HEAD_SIZE), math.nan)
-        rows, entry_bytes, *segments = kernel.tile(config)
-        slabs = HEAD_SIZE // rows
+        axes = {
+            "total_seq_len": num_tokens, "num_seqs": num_seqs,
+            "num_q_heads": inputs.q.shape[1], "num_v_heads": num_v_heads,
+        }  # fmt: skip
+        slabs = HEAD_SIZE // kernel.tile(config)[0]
         chunks = chunk_bound(num_tokens, num_seqs)
-        cuts = cut_bound(num_tokens, segments[0]) if segments else 0
-        size = num_v_heads * (chunks * entry_bytes + (cuts * segments[1] if segments else 0))
+        cuts = getattr(config, "segment_chunks", 0) and cut_bound(num_tokens, config.segment_chunks)
+        size = workspace_bytes(kernel, axes, config)
         memory = torch.full((size + 512,), 255, dtype=torch.uint8)
         workspace = memory[-memory.data_ptr() % 256 :]
         params = values_of(inputs, output, new_state, workspace)
@@ -132,7 +140,8 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
         used = (inputs.q, inputs.k, inputs.v, output, state, new_state)
         blocks = {
             "prepare": chunks, "transfer": 2 * slabs * cuts, "scan": 8 * min(cuts, num_seqs),
-            "chain": slabs * max(num_seqs + cuts, 1), "mend": slabs * min(cuts, num_seqs),
+            "chain": slabs * max(num_seqs + cuts, 1), "output": chunks,
+            "mend": slabs * min(cuts, num_seqs),
         }  # fmt: skip
         for stage, count in blocks.items():
             variant = variant_of(kernel, stage, is_aligned(used))
@@ -159,7 +168,16 @@ def small(case: Case) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-32"]
+    "name",
+    [
+        "recurrent-8-lanes",
+        "fused-64",
+        "split-32",
+        "warp-32",
+        "states-32",
+        "cluster-8",
+        "parallel-32",
+    ],
 )
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
@@ -169,7 +187,16 @@ def test_cases(emulate: Emulate, case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-32"]
+    "name",
+    [
+        "recurrent-8-lanes",
+        "fused-64",
+        "split-32",
+        "warp-32",
+        "states-32",
+        "cluster-8",
+        "parallel-32",
+    ],
 )
 @pytest.mark.parametrize("stratum", STRATA)
 def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
@@ -193,7 +220,16 @@ def test_schedules(emulate: Emulate, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-16", "cluster-8", "parallel-64"]
+    "name",
+    [
+        "recurrent-8-lanes",
+        "fused-64",
+        "split-32",
+        "warp-16",
+        "states-16",
+        "cluster-8",
+        "parallel-64",
+    ],
 )
 def test_more_sequences_than_threads(emulate: Emulate, name: str) -> None:
     """Sequences are found in tiles of as many as a block has threads; those that a chunk's number
@@ -258,7 +294,9 @@ def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
     assert_judged(clone(inputs), emulate(name, inputs))
 
 
-@pytest.mark.parametrize("name", ["fused-64", "split-32", "warp-16", "cluster-8", "parallel-64"])
+@pytest.mark.parametrize(
+    "name", ["fused-64", "split-32", "warp-16", "states-16", "cluster-8", "parallel-64"]
+)
 @pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
 @pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -285,7 +323,16 @@ def test_what_is_not_finite_stays_behind(
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-64", "split-32", "warp-32", "cluster-8", "parallel-64"]
+    "name",
+    [
+        "recurrent-8-lanes",
+        "fused-64",
+        "split-32",
+        "warp-32",
+        "states-32",
+        "cluster-8",
+        "parallel-64",
+    ],
 )
 def test_what_overflows_stays_behind(emulate: Emulate, name: str) -> None:
     """Parallel keys ten times too long, nothing forgotten: each update is some 100 times the one
@@ -330,7 +377,16 @@ def test_c10_gates_beyond_their_range(
 
 
 @pytest.mark.parametrize(
-    "name", ["recurrent-8-lanes", "fused-16", "split-32", "warp-16", "cluster-4", "parallel-32"]
+    "name",
+    [
+        "recurrent-8-lanes",
+        "fused-16",
+        "split-32",
+        "warp-16",
+        "states-16",
+        "cluster-4",
+        "parallel-32",
+    ],
 )
 def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     """Rows after a sequence's end belong to the next one and are not read as its own."""

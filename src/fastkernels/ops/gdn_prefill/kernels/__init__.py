@@ -25,6 +25,10 @@ a segment, and these bytes. Blocks, slabs fastest, with `cuts = cut_bound(num_to
 `mend`, `128 / rows * num_v_heads * min(cuts, num_seqs)`. Launches without a block are left out.
 All but `prepare` wait by themselves.
 
+Route `chunk_states`, three launches over one workspace: `prepare` and `chain` as above, then
+`output` with the grid of `prepare`. `tile` has one integer more: bytes of workspace for each chunk
+of each query head, behind the others. `chain` and `output` wait by themselves.
+
 Routes `chunk_warp` and `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what
 stands between the two launches is bytes in the workspace, so that each may be of another language.
 """
@@ -159,6 +163,33 @@ class ChunkWarp:
 
 
 @dataclass(frozen=True)
+class ChunkStates:
+    """A block of the chain takes `rows_per_block` rows and has the inputs of `stages` chunks in
+    shared memory."""
+
+    rows_per_block: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows_per_block)
+        if self.stages not in (3, 4):
+            raise ValueError(f"knob 'stages' is {self.stages}, expected 3 or 4")
+
+    def shared_bytes(self, variant: str) -> int:
+        match variant.removesuffix("_any"):
+            case "prepare":
+                return PREPARE_SHARED_BYTES
+            case "output":
+                return KEYS_BYTES + PAIRS_BYTES + GATES_BYTES + 128
+        stage = _state_stage_bytes(self.rows_per_block)
+        return self.stages * stage + _state_exchange_bytes(self.rows_per_block) + 64 + 128
+
+    @staticmethod
+    def threads(variant: str) -> int:
+        return 160 if "chain" in variant else 256
+
+
+@dataclass(frozen=True)
 class ChunkCluster:
     """`cluster` blocks take the rows of a head, each 128 / cluster."""
 
@@ -202,9 +233,7 @@ class ChunkParallel:
             return 2 * 3 * (HEAD_SIZE // 16) * 32 * 16 + 128
         if variant.removesuffix("_any") in ("chain", "mend"):
             return _shared_bytes(rows, stages, pair_stages=stages)
-        values = CHUNK * (2 * rows + 16)
-        exchange = 2 * rows * HEAD_SIZE + 2 * 2 * rows * CHUNK + 2 * 4 * rows
-        return stages * (KEYS_BYTES + PAIRS_BYTES + values + GATES_BYTES) + exchange + 128
+        return stages * _state_stage_bytes(rows) + _state_exchange_bytes(rows) + 128
 
     @staticmethod
     def threads(variant: str) -> int:
@@ -223,6 +252,11 @@ PREPARED_BYTES = 17024
 of csrc/gdn_prefill/common.cuh."""
 
 
+LEFT_BYTES = 49664
+"""Of a chunk and value head behind those in the workspace of `chunk_states`: `kLeftBytes` of
+csrc/gdn_prefill/states.cuh."""
+
+
 def _check_rows(rows: int) -> None:
     if rows not in (16, 32, 64):
         raise ValueError(f"knob 'rows_per_block' is {rows}, expected 16, 32 or 64")
@@ -235,6 +269,16 @@ def _values_bytes(rows: int) -> int:
 def _stages_bytes(rows: int, stages: int, pair_stages: int) -> int:
     stage = 2 * KEYS_BYTES + _values_bytes(rows) + GATES_BYTES
     return stages * stage + pair_stages * 2 * PAIRS_BYTES
+
+
+def _state_stage_bytes(rows: int) -> int:
+    """Of a stage without q and P."""
+    return KEYS_BYTES + PAIRS_BYTES + _values_bytes(rows) + GATES_BYTES
+
+
+def _state_exchange_bytes(rows: int) -> int:
+    """`Chain::kSharedBytes` of csrc/gdn_prefill/chain.cuh without output."""
+    return 2 * rows * HEAD_SIZE + 2 * 2 * rows * CHUNK + 2 * 4 * rows
 
 
 def _shared_bytes(rows: int, stages: int, pair_stages: int) -> int:
@@ -342,6 +386,13 @@ KERNELS: tuple[Kernel, ...] = (
         launch_shape=lambda c, _: (c.threads, c.shared_bytes),
         variants=CHUNK_SPLIT.variants,
         lent=dict.fromkeys(("prepare", "prepare_any"), CHUNK_SPLIT),
+        candidates={"rows_per_block": (16, 32, 64), "stages": (3, 4)},
+    ),
+    Kernel(
+        OP, "chunk_states", "cuda", ARCHS, ChunkStates(16, 3), "gdn_prefill/chunk_states.cu",
+        tile=lambda c: (c.rows_per_block, PREPARED_BYTES + LEFT_BYTES, KEYS_BYTES),
+        launch_shape=lambda c, variant: (c.threads(variant), c.shared_bytes(variant)),
+        variants=(*CHUNK_SPLIT.variants, "output", "output_any"),
         candidates={"rows_per_block": (16, 32, 64), "stages": (3, 4)},
     ),
     Kernel(

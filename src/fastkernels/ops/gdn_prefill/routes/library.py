@@ -43,17 +43,25 @@ def supports(kernel: Kernel, key: ProblemKey, device: DeviceInfo, config: Any) -
 
 
 def workspace_bytes(kernel: Kernel, axes: Mapping[str, int], config: Any) -> int:
-    num_tokens = axes["total_seq_len"]
-    _, entry_bytes, *segments = kernel.tile(config)
-    chunks = chunk_bound(num_tokens, axes["num_seqs"]) * entry_bytes
-    cuts = _cuts(kernel, num_tokens, config) * segments[1] if segments else 0
-    return (chunks + cuts) * axes["num_v_heads"]
+    num_tokens, heads = axes["total_seq_len"], axes["num_v_heads"]
+    chunks = chunk_bound(num_tokens, axes["num_seqs"])
+    match kernel.tile(config):
+        case (_, entry_bytes):
+            return chunks * heads * entry_bytes
+        case (_, entry_bytes, keys_bytes):
+            return chunks * (heads * entry_bytes + axes["num_q_heads"] * keys_bytes)
+        case (_, entry_bytes, _, cut_bytes):
+            cuts = _cuts(kernel, num_tokens, config)
+            return (chunks * entry_bytes + cuts * cut_bytes) * heads
+    raise AssertionError(f"{kernel.name} has another kind of tile")
 
 
 def _cuts(kernel: Kernel, num_tokens: int, config: Any) -> int:
     """Between segments; 0 for routes that take every sequence as a whole."""
-    _, _, *segments = kernel.tile(config)
-    return cut_bound(num_tokens, segments[0]) if segments else 0
+    match kernel.tile(config):
+        case (_, _, segment_chunks, _):
+            return cut_bound(num_tokens, segment_chunks)
+    return 0
 
 
 def call(
