@@ -152,14 +152,11 @@ struct Chain {
     }
   }
 
-  // Of a lower triangular matrix [64, 64] 16 rows, as right operands. What is above the diagonal is
-  // taken for zeros, not skipped: a branch would keep the loads behind it waiting, and the last
-  // warp, which the others wait for, needs all of it.
+  // Of T or P 16 rows, as right operands. Zeros above the diagonal are not skipped: the last warp,
+  // which the others wait for, has none.
   static __device__ __forceinline__ void load_pairs(uint32_t (&b)[4], const unsigned char* pairs,
                                                     uint32_t token, int step) {
     ptx::load_matrices(b, fragment_b<kPairBytes>(ptx::shared_address(pairs), token, 2 * step));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = 16 * step > static_cast<int>(token) ? 0u : b[i];
   }
 
   // sum[r][h] += left [rows, 64] right^T of 16 tokens.
@@ -179,15 +176,20 @@ struct Chain {
     }
   }
 
-  // Of this lane's 8 elements of a tile, tokens from `token` on: takes out what is no operand, says
-  // which, and reports since which token the two rows of V have some. One branch for all of them:
-  // mostly there is none, and the chain waits for this twice a chunk.
-  __device__ __forceinline__ uint32_t take_out(float (&x)[2][4], uint32_t token, uint32_t parity,
-                                               int tile) const {
+  // Whether one of a lane's 8 elements of a tile is no operand. Mostly none is: one branch for all
+  // of them, out of the way of the code that runs.
+  static __device__ __forceinline__ bool has_bad(const float (&x)[2][4]) {
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest = max(largest, magnitude(x[i / 4][i % 4]));
-    if (largest <= kLargestOperand) return 0;
+    return largest > kLargestOperand;
+  }
+
+  // Takes out what is no operand, says which, and reports since which token the two rows of V have
+  // some. Tokens from `token` on.
+  template <typename Told>
+  __device__ __forceinline__ uint32_t take_out(float (&x)[2][4], uint32_t token, uint32_t parity,
+                                               int tile, const Told& told) const {
     uint32_t elements = 0;
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
@@ -200,7 +202,10 @@ struct Chain {
         first = min(first, static_cast<int32_t>(token + threadIdx.x % 4 * 2) + i / 2 * 8 + i % 2);
         elements |= 1u << (i / 2 * 4 + 2 * upper + i % 2);
       }
-      atomicMin(first_bad(parity) + 16 * tile + 8 * upper + threadIdx.x % kWarpSize / 4, first);
+      if (first == kChunk) continue;
+      const uint32_t row = 16 * tile + 8 * upper + threadIdx.x % kWarpSize / 4;
+      atomicMin(first_bad(parity) + row, first);
+      told.bad(row, first);
     }
     return elements;
   }
@@ -215,11 +220,11 @@ struct Chain {
     int32_t first_bad;
   };
 
-  static __device__ __forceinline__ void load_keys(Early& early, const Stage& x, int first,
-                                                   int last) {
+  template <int kFirst = 0, int kLast = kKeySteps>
+  static __device__ __forceinline__ void load_keys(Early& early, const Stage& x) {
     const uint32_t token = threadIdx.x / kWarpSize * 16;
 #pragma unroll
-    for (int step = first; step < last; ++step) {
+    for (int step = kFirst; step < kLast; ++step) {
       ptx::load_matrices(early.keys[step],
                          fragment_b<kKeyBytes>(ptx::shared_address(x.k), token, 2 * step));
     }
@@ -233,20 +238,20 @@ struct Chain {
       ptx::load_matrices_transposed(
           early.v[r], ptx::shared_address(x.v) + row * kVBytes + 32 * r + lane / 8 % 2 * 16);
     }
-    const float last = x.gates->decay[kChunk - 1];
-    early.decay_all = ptx::exp2(last);
+    early.decay_all = x.gates->all;
     early.first_bad = x.gates->first_bad;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t first = token + 8 * h + lane % 4 * 2;
-      const float2 decays = *reinterpret_cast<const float2*>(x.gates->decay + first);
-      const float2 betas = *reinterpret_cast<const float2*>(x.gates->beta + first);
-      early.decay[h][0] = ptx::exp2(decays.x);
-      early.decay[h][1] = ptx::exp2(decays.y);
-      early.rest[h][0] = ptx::exp2(last - decays.x);
-      early.rest[h][1] = ptx::exp2(last - decays.y);
-      early.beta[h][0] = betas.x;
-      early.beta[h][1] = betas.y;
+      const float2 decay = *reinterpret_cast<const float2*>(x.gates->from_start + first);
+      const float2 rest = *reinterpret_cast<const float2*>(x.gates->to_end + first);
+      const float2 beta = *reinterpret_cast<const float2*>(x.gates->beta + first);
+      early.decay[h][0] = decay.x;
+      early.decay[h][1] = decay.y;
+      early.rest[h][0] = rest.x;
+      early.rest[h][1] = rest.y;
+      early.beta[h][0] = beta.x;
+      early.beta[h][1] = beta.y;
     }
   }
 
@@ -254,6 +259,8 @@ struct Chain {
   struct Output {
     const Chain& chain;
 
+    // A row of V is not finite from token `first` on.
+    __device__ __forceinline__ void bad(uint32_t /*row*/, int32_t /*first*/) const {}
     __device__ __forceinline__ void inputs_are_read() const {}
     __device__ __forceinline__ void update(uint32_t idx, uint4 words) const {
       if constexpr (kWithOutput) *fragment(chain.u_output(), idx) = words;
@@ -261,10 +268,12 @@ struct Chain {
     __device__ __forceinline__ void update_is_there() const {
       if constexpr (kWithOutput) ptx::mbarrier_arrive_expect(chain.update_barrier(), 0);
     }
-    // `rows`: `first_bad` of the chunk, final.
-    __device__ __forceinline__ void bad(const int32_t* /*rows*/) const {}
-    __device__ __forceinline__ void load_next_keys(Early& /*early*/) const {}
-    __device__ __forceinline__ void load_next(Early& /*early*/) const {}
+    // The next chunk's inputs are wanted, and are loaded in two parts, each beside a product; there
+    // must be room for the next state.
+    __device__ __forceinline__ void wait_for_next() const {}
+    __device__ __forceinline__ void load_first(Early& /*early*/) const {}
+    __device__ __forceinline__ void wait_for_room() const {}
+    __device__ __forceinline__ void load_rest(Early& /*early*/) const {}
     __device__ __forceinline__ void state(uint32_t /*idx*/, uint4 /*words*/) const {}
   };
 
@@ -273,12 +282,12 @@ struct Chain {
   __device__ __forceinline__ void advance(float (&S)[kTiles][4][4], const Stage& x,
                                           uint32_t parity) const {
     Early early;
-    load_keys(early, x, 0, kKeySteps);
+    load_keys(early, x);
     load_rest(early, x);
     advance(S, x, parity, early, Output{*this});
   }
 
-  // `early`: of this chunk; `told` may make it the next one's, keys first. Operands that do not
+  // `early`: of this chunk; `told` may make it the next one's. Operands that do not
   // depend on the state are loaded a product ahead: right before their use they stood behind the
   // other warps' loads, 100 cycles each of three times a chunk.
   template <typename Told>
@@ -320,9 +329,10 @@ struct Chain {
         const float product = sum[0][h][i % 4] + sum[1][h][i % 4];
         y[h][i % 4] = early.beta[h][j] * fmaf(-early.decay[h][j], product, value);
       }
-      take_out(y, token, parity, r);
+      if (__builtin_expect(has_bad(y), 0)) take_out(y, token, parity, r, told);
       *fragment(this->y(), r * 4 + warp) = pack(y[0], y[1]);
     }
+    told.wait_for_next();
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
     multiply_pairs(update, y(), T);
@@ -330,7 +340,7 @@ struct Chain {
       load_columns(columns[2], x, 2);
       load_columns(columns[3], x, 3);
     }
-    told.load_next_keys(early);
+    told.load_first(early);
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
       int32_t bad[2];
@@ -338,23 +348,27 @@ struct Chain {
       for (int upper = 0; upper < 2; ++upper) {
         bad[upper] = min(early.first_bad, first_bad(parity)[16 * r + 8 * upper + lane / 4]);
       }
-      const uint32_t overflow = take_out(update[r], token, parity, r);
-      told.update(r * 4 + warp, pack(update[r][0], update[r][1]));
+      float scaled[2][4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) update[r][i / 4][i % 4] *= early.rest[i / 4][i % 2];
-      if (min(bad[0], bad[1]) < kChunk || overflow != 0) {
+      for (int i = 0; i < 8; ++i) {
+        scaled[i / 4][i % 4] = early.rest[i / 4][i % 2] * update[r][i / 4][i % 4];
+      }
+      if (__builtin_expect(min(bad[0], bad[1]) < kChunk || has_bad(update[r]), 0)) {
+        const uint32_t elements = take_out(update[r], token, parity, r, told);
         // One NaN of a row makes its whole state NaN.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int h = i / 4, upper = i % 4 / 2, j = i % 2;
           const bool is_bad = static_cast<int>(token + 8 * h + lane % 4 * 2 + j) >= bad[upper];
-          if (is_bad || (overflow >> i & 1) != 0) update[r][h][2 * upper + j] = NAN;
+          if (is_bad || (elements >> i & 1) != 0) scaled[h][2 * upper + j] = NAN;
         }
       }
-      *fragment(u_state(), r * 4 + warp) = pack(update[r][0], update[r][1]);
+      told.update(r * 4 + warp, pack(update[r][0], update[r][1]));
+      *fragment(u_state(), r * 4 + warp) = pack(scaled[0], scaled[1]);
     }
     told.update_is_there();
     if constexpr (kColumnsEarly) told.inputs_are_read();
+    told.wait_for_room();
     ptx::barrier_sync(kStateBarrier, kGroupThreads);
 
 #pragma unroll
@@ -377,8 +391,7 @@ struct Chain {
       }
     }
     if constexpr (!kColumnsEarly) told.inputs_are_read();
-    told.bad(first_bad(parity));
-    told.load_next(early);
+    told.load_rest(early);
     publish(S, parity ^ 1, told);
     // The next chunk's; this one's are read up to the block's barrier.
     if (threadIdx.x < kRows) first_bad(parity ^ 1)[threadIdx.x] = kChunk;
@@ -422,6 +435,16 @@ struct Chain {
   __device__ __forceinline__ void write_output(const Stage& x, uint32_t parity, float scale,
                                                uint16_t* to, int64_t stride_t,
                                                int32_t length) const {
+    write_output<kAligned>(x, parity, u_output(), update_barrier(), parity, scale, to, stride_t,
+                           length);
+  }
+
+  // With U at `update`, once `barrier` has completed the phase of this parity.
+  template <bool kAligned>
+  __device__ __forceinline__ void write_output(const Stage& x, uint32_t parity,
+                                               unsigned char* update, uint32_t barrier,
+                                               uint32_t phase, float scale, uint16_t* to,
+                                               int64_t stride_t, int32_t length) const {
     const uint32_t warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
     const uint32_t token = 16 * warp;
     float sum[kTiles][2][4] = {};
@@ -429,8 +452,8 @@ struct Chain {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 pair =
-          *reinterpret_cast<const float2*>(x.gates->decay + token + 8 * h + lane % 4 * 2);
-      const float decay[2] = {ptx::exp2(pair.x), ptx::exp2(pair.y)};
+          *reinterpret_cast<const float2*>(x.gates->from_start + token + 8 * h + lane % 4 * 2);
+      const float decay[2] = {pair.x, pair.y};
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
@@ -440,8 +463,8 @@ struct Chain {
     uint32_t P[kChunk / 16][4];
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) load_pairs(P[step], x.P, token, step);
-    ptx::mbarrier_wait(update_barrier(), parity);
-    multiply_pairs(sum, u_output(), P);
+    ptx::mbarrier_wait(barrier, phase);
+    multiply_pairs(sum, update, P);
 
     const uint32_t tile = ptx::shared_address(output());
     const int32_t bad_chunk = x.gates->first_bad;

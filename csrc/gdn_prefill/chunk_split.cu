@@ -2,11 +2,12 @@
 //
 // Plan: variant `prepare` makes T, P and the gates of every chunk of every head at once
 // (prepare.cuh) and leaves them in the workspace; variant `chain` takes the state through each
-// sequence (chain.cuh), `rows_per_block` rows a block, with `stages` chunks' inputs on their way.
-// The second launch starts while the first one ends: it loads states, q, k and v before it waits.
+// sequence (split_chain.cuh), `rows_per_block` rows a block, with `stages` chunks' inputs on their
+// way. The second launch starts while the first one ends: it loads states, q, k and v before it
+// waits.
 //
-// Shared memory: `Sequence::kSharedBytes`, `kPrepareBytes`. Barriers: see chain.cuh and
-// prepare.cuh.
+// Shared memory: `Sequence::kSharedBytes`, `kPrepareBytes`. Barriers: see split_chain.cuh
+// (chain.cuh with 64 rows) and prepare.cuh.
 //
 // Constraints: head size 128; num_v_heads a multiple of num_q_heads. Blocks of `prepare`: heads
 // fastest, then chunk numbers; of `chain` as for chunk_fused, where in place is safe, too.
@@ -14,7 +15,10 @@
 // Macros: FK_PREPARE (1: that variant, 0: `chain`); FK_ROWS_PER_BLOCK (16, 32, 64); FK_STAGES (2 to
 // 4); FK_ALIGNED (q, k, v, output in 16-byte pieces, states in 8-byte pairs); FK_THREADS and
 // FK_SHARED_BYTES, what the launcher gives.
+#include <type_traits>
+
 #include "gdn_prefill/sequence.cuh"
+#include "gdn_prefill/split_chain.cuh"
 
 namespace fastkernels::gdn_prefill {
 namespace {
@@ -26,8 +30,11 @@ static_assert(FK_THREADS == kPrepareThreads && FK_SHARED_BYTES == kPrepareBytes,
 
 #else
 
-using Block = Sequence<FK_ROWS_PER_BLOCK, FK_STAGES, Maker::kKernel, FK_ALIGNED>;
-static_assert(FK_THREADS == kChainThreads && FK_SHARED_BYTES == Block::kSharedBytes,
+// With 64 rows state warps want more registers than a thread of 12 warps has.
+using Way = std::conditional_t<FK_ROWS_PER_BLOCK <= 32, SplitChain<FK_ROWS_PER_BLOCK, FK_STAGES>,
+                               Chain<FK_ROWS_PER_BLOCK> >;
+using Block = Sequence<FK_ROWS_PER_BLOCK, FK_STAGES, Maker::kKernel, FK_ALIGNED, Way>;
+static_assert(FK_THREADS == Block::kThreads && FK_SHARED_BYTES == Block::kSharedBytes,
               "kernels/__init__.py says otherwise");
 
 #endif

@@ -34,7 +34,9 @@ struct Block {
     const auto number = static_cast<int32_t>(blockIdx.x / p.num_v_heads);
     const uint32_t head = blockIdx.x % p.num_v_heads;
     if (prepare_chunk<FK_ALIGNED>(p, only, number, head).length == 0) return;
-    clear_corner(find_prepared(p, number, head));
+    if (threadIdx.x < kHeadSize) {
+      reinterpret_cast<int32_t*>(find_left(p, number, head) + kLeftBad)[threadIdx.x] = kChunk;
+    }
     // Heads that share K leave it once.
     const uint32_t q_head = gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
     if (head == 0 || gdn::find_q_head(head - 1, p.num_v_heads, p.num_q_heads) != q_head) {
@@ -44,18 +46,6 @@ struct Block {
       for (int i = 0; i < kKeysBytes / 16 / kThreads; ++i) {
         to[kThreads * i + threadIdx.x] = keys[kThreads * i + threadIdx.x];
       }
-    }
-  }
-
- private:
-  // What T has above its diagonal: it is copied as a whole.
-  static __device__ __forceinline__ void clear_corner(unsigned char* T) {
-    constexpr int kPieces = kPairBytes / 16;
-#pragma unroll
-    for (uint32_t i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-      const uint32_t row = i / kPieces, piece = i % kPieces;
-      if (piece / 2 <= row / 16) continue;
-      *reinterpret_cast<uint4*>(T + swizzle<kPairBytes>(row, piece)) = make_uint4(0, 0, 0, 0);
     }
   }
 };

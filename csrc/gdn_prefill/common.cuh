@@ -301,12 +301,16 @@ __device__ __forceinline__ float log2_gate(float A_log, float a, float dt_bias) 
   return exact_log2_gate(A_log, x);
 }
 
-// A chunk's gates. `decay[t]`: log2 of the decay from the chunk's start through token t.
-// `first_bad`: from this token on the state is not finite; kChunk where it stays finite.
-struct ChunkGates {
+// A chunk's gates. `decay[t]`: log2 of the decay from the chunk's start through token t; behind,
+// what the chain would make of it: the decay up to token t, from t to the chunk's end, and all of
+// it. `first_bad`: from this token on the state is not finite; kChunk where it stays finite.
+struct alignas(16) ChunkGates {
   float decay[kChunk];
   float beta[kChunk];
   int32_t first_bad;
+  float all;
+  alignas(16) float from_start[kChunk];
+  float to_end[kChunk];
 };
 
 // What a lane computes the gates of its two tokens from: zeros beyond the chunk's end.
@@ -356,8 +360,15 @@ __device__ __forceinline__ void compute_gates(const RawGates& raw, float A_log, 
     if (lane >= distance) total += other;
   }
   const float before = __shfl_up_sync(0xffffffffu, total, 1);
-  gates->decay[2 * lane] = lane == 0 ? log_g[0] : before + log_g[0];
-  gates->decay[2 * lane + 1] = total;
+  const float last = __shfl_sync(0xffffffffu, total, 31);
+  const float decay[2] = {lane == 0 ? log_g[0] : before + log_g[0], total};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    gates->decay[2 * lane + i] = decay[i];
+    gates->from_start[2 * lane + i] = ptx::exp2(decay[i]);
+    gates->to_end[2 * lane + i] = ptx::exp2(last - decay[i]);
+  }
+  if (lane == 0) gates->all = ptx::exp2(last);
 }
 
 __device__ __forceinline__ float load_head_value(const void* values, uint32_t head) {
@@ -370,7 +381,7 @@ __device__ __forceinline__ float load_head_value(const void* values, uint32_t he
 constexpr int kPreparedPairs = 2 * kChunk * kChunk * 2;
 constexpr int kGatesPieces = (sizeof(ChunkGates) + 15) / 16;
 constexpr int kPreparedBytes = (kPreparedPairs + kGatesPieces * 16 + 127) / 128 * 128;
-static_assert(kPreparedBytes == 17024, "kernels/__init__.py has the same number");
+static_assert(kPreparedBytes == 17536, "kernels/__init__.py has the same number");
 
 __device__ __forceinline__ unsigned char* find_prepared(const Params& p, int64_t number,
                                                         uint32_t head) {

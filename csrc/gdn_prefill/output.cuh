@@ -57,11 +57,8 @@ struct Output {
   __device__ __forceinline__ void copy_pairs(int32_t number) const {
     const unsigned char* from = find_prepared(p, number, head);
     const uint32_t thread = threadIdx.x;
-    constexpr int kPieces = kPairBytes / 16, kRows = kThreads / kPieces;
-    const uint32_t row = thread / kPieces, tile = ((thread % kPieces) ^ (row & 7)) / 2;
 #pragma unroll
-    for (int i = 0; i < kChunk / kRows; ++i) {
-      if (tile > (row + kRows * i) / 16) continue;  // above the diagonal, where nothing was written
+    for (int i = 0; i < kPairsBytes / 16 / kThreads; ++i) {
       const uint32_t at = 16 * (kThreads * i + thread);
       ptx::copy_async(ptx::shared_address(shared + kP) + at, from + kPairsBytes + at, 16);
     }
@@ -122,7 +119,7 @@ struct Output {
       }
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const float decay = ptx::exp2(gates->decay[16 * tile + 8 * upper + lane / 4]);
+        const float decay = gates->from_start[16 * tile + 8 * upper + lane / 4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i / 2][2 * upper + i % 2] *= decay;
       }

@@ -243,7 +243,7 @@ __device__ __forceinline__ void invert_corner(const Prepare& x, uint32_t begin, 
 
 // Fills T and P, and lowers `first_bad` to the first token whose row of A is not finite. All 8
 // warps call it, after a barrier that makes its inputs visible; `gates` are as they stay, T and P
-// after the next barrier. Tiles of 16 x 16 above the diagonal are not written.
+// after the next barrier. Tiles of 16 x 16 above the diagonal are zeros.
 __device__ __forceinline__ void prepare(const Prepare& x) {
   const uint32_t warp = prepare_warp(), lane = threadIdx.x % kWarpSize;
   multiply_system(x);
@@ -277,6 +277,14 @@ __device__ __forceinline__ void prepare(const Prepare& x) {
     unsigned char* to = x.T + swizzle<kPairBytes>(32 + row + lane / 4, column / 8) + lane % 4 * 4;
     *reinterpret_cast<uint32_t*>(to) = ptx::to_bf16x2(corner[0], corner[1]);
     *reinterpret_cast<uint32_t*>(to + 8 * kPairBytes) = ptx::to_bf16x2(corner[2], corner[3]);
+  }
+  // What is above the diagonal, of both.
+  for (uint32_t i = threadIdx.x % kPrepareThreads; i < kPairsBytes / 16; i += kPrepareThreads) {
+    const uint32_t row = i / (kPairBytes / 16), piece = i % (kPairBytes / 16);
+    if (piece / 2 <= row / 16) continue;
+    unsigned char* to = x.T + swizzle<kPairBytes>(row, piece);
+    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to + kPairsBytes) = make_uint4(0, 0, 0, 0);
   }
   // Those on the diagonal, a piece of 8 columns a thread, without the identity.
   const uint32_t t = threadIdx.x % kPrepareThreads / 4, s = t / 32 * 32 + threadIdx.x % 4 * 8;

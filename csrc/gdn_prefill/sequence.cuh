@@ -100,15 +100,11 @@ struct Sequence {
     const unsigned char* from = find_prepared(p, number, head);
     const uint32_t T = ptx::shared_address(to.T) + 16 * thread;
     const uint32_t P = ptx::shared_address(to.P) + 16 * thread;
-    constexpr int kPieces = kPairBytes / 16;
-    static_assert(kGroupThreads / kPieces == 16, "a round is a row of tiles");
-    const int32_t tile = ((thread % kPieces) ^ (thread / kPieces & 7)) / 2;
 #pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (tile > i) continue;  // above the diagonal, where nothing was written
-      ptx::copy_async(T + 16 * kPairBytes * i, from + 16 * (kGroupThreads * i + thread), 16);
-      ptx::copy_async(P + 16 * kPairBytes * i,
-                      from + kPairsBytes + 16 * (kGroupThreads * i + thread), 16);
+    for (int i = 0; i < kPairsBytes / 16 / kGroupThreads; ++i) {
+      const uint32_t at = 16 * kGroupThreads * i;
+      ptx::copy_async(T + at, from + at + 16 * thread, 16);
+      ptx::copy_async(P + at, from + kPairsBytes + at + 16 * thread, 16);
     }
     if (thread < kGatesPieces) {
       ptx::copy_async(ptx::shared_address(to.gates) + 16 * thread,

@@ -24,7 +24,8 @@ namespace fastkernels::gdn_prefill {
 
 // Per chunk number and v head, of each 16 rows of V: the state of the chunk's start, and U, as
 // fragments of bfloat16 (`Chain::pack`); then, for each row, the first token from which on it is
-// not finite. Behind all of these, per chunk number and q head, K as it lies in shared memory.
+// not finite, kChunk from `prepare` on. Behind all of these, per chunk number and q head, K as it
+// lies in shared memory.
 constexpr int kLeftUpdates = kHeadSize / 16 * 8 * kFragmentBytes;
 constexpr int kLeftBad = kLeftUpdates + kHeadSize / 16 * 4 * kFragmentBytes;
 constexpr int kLeftBytes = kLeftBad + kHeadSize * static_cast<int>(sizeof(int32_t));
@@ -128,6 +129,10 @@ struct StateChain : Chain<kRows, false> {
       reinterpret_cast<uint4*>(to + idx * kFragmentBytes)[threadIdx.x % kWarpSize] = words;
     }
 
+    __device__ __forceinline__ void bad(uint32_t row, int32_t first) const {
+      const int64_t rows = kLeftBad - block.column / 16 * 8 * kFragmentBytes;
+      atomicMin(reinterpret_cast<int32_t*>(left + rows) + block.column + row, first);
+    }
     __device__ __forceinline__ void inputs_are_read() const {
       ptx::mbarrier_arrive_expect(chain.read(idx), 0);
     }
@@ -135,19 +140,14 @@ struct StateChain : Chain<kRows, false> {
       store(left + kLeftUpdates - block.column / 16 * 4 * kFragmentBytes, fragment, words);
     }
     __device__ __forceinline__ void update_is_there() const {}
-    __device__ __forceinline__ void bad(const int32_t* rows) const {
-      if (threadIdx.x >= kRows) return;
-      const int64_t first = kLeftBad - block.column / 16 * 8 * kFragmentBytes;
-      reinterpret_cast<int32_t*>(left + first)[block.column + threadIdx.x] = rows[threadIdx.x];
+    __device__ __forceinline__ void wait_for_next() const { chain.wait_for_inputs(next); }
+    __device__ __forceinline__ void load_first(Early& early) const {
+      chain.template load_keys<0, States::kKeySteps / 2>(early, block.stage(next));
     }
-    __device__ __forceinline__ void load_next_keys(Early& early) const {
-      chain.wait_for_inputs(next);
-      chain.load_keys(early, block.stage(next), 0, States::kKeySteps / 2);
-    }
-    __device__ __forceinline__ void load_next(Early& early) const {
-      const Stage x = block.stage(next);
-      chain.load_keys(early, x, States::kKeySteps / 2, States::kKeySteps);
-      chain.load_rest(early, x);
+    __device__ __forceinline__ void wait_for_room() const {}
+    __device__ __forceinline__ void load_rest(Early& early) const {
+      chain.template load_keys<States::kKeySteps / 2>(early, block.stage(next));
+      States::load_rest(early, block.stage(next));
     }
     // Of the chunk behind, whose start is this one's end.
     __device__ __forceinline__ void state(uint32_t fragment, uint4 words) const {
@@ -169,7 +169,7 @@ struct StateChain : Chain<kRows, false> {
     if (threadIdx.x < 2 * kRows) this->first_bad(0)[threadIdx.x] = kChunk;
     Early early;
     wait_for_inputs(0);
-    this->load_keys(early, block.stage(0), 0, States::kKeySteps);
+    this->load_keys(early, block.stage(0));
     this->load_rest(early, block.stage(0));
     ptx::barrier_sync(kStateBarrier, kStateThreads);
 #pragma unroll 1

@@ -100,13 +100,9 @@ struct Transfer {
   __device__ __forceinline__ void copy_prepared(int64_t number, const Stage& to) const {
     const unsigned char* from = find_prepared(states.p, number, states.head);
     const uint32_t thread = threadIdx.x, T = ptx::shared_address(to.T) + 16 * thread;
-    constexpr int kPieces = kPairBytes / 16;
-    static_assert(kThreads / kPieces == 16, "a round is a row of tiles");
-    const int32_t tile = ((thread % kPieces) ^ (thread / kPieces & 7)) / 2;
 #pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (tile > i) continue;  // above the diagonal, where nothing was written
-      ptx::copy_async(T + 16 * kPairBytes * i, from + 16 * (kThreads * i + thread), 16);
+    for (int i = 0; i < kPairsBytes / 16 / kThreads; ++i) {
+      ptx::copy_async(T + 16 * kThreads * i, from + 16 * (kThreads * i + thread), 16);
     }
     if (thread < kGatesPieces) {
       ptx::copy_async(ptx::shared_address(to.gates) + 16 * thread,

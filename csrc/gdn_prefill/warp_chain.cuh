@@ -199,10 +199,10 @@ struct WarpChain {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t first = 16 * step + 8 * h + lane % 4 * 2;
-      const float2 decays = *reinterpret_cast<const float2*>(x.gates->decay + first);
+      const float2 decays = *reinterpret_cast<const float2*>(x.gates->from_start + first);
       const float2 betas = *reinterpret_cast<const float2*>(x.gates->beta + first);
-      terms[h].decay[0] = betas.x * ptx::exp2(decays.x);
-      terms[h].decay[1] = betas.y * ptx::exp2(decays.y);
+      terms[h].decay[0] = betas.x * decays.x;
+      terms[h].decay[1] = betas.y * decays.y;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t word = v[2 * h + i];
@@ -272,9 +272,8 @@ struct WarpChain {
     for (int32_t idx = 0; idx < num_chunks; ++idx) {
       const Stage x = block.stage(idx);
       unsigned char* to = handed(warp, idx);
-      const float last = x.gates->decay[kChunk - 1];
       // A token whose beta or system is not finite need be no NaN of U.
-      const float decay_all = x.gates->first_bad < kChunk ? NAN : ptx::exp2(last);
+      const float decay_all = x.gates->first_bad < kChunk ? NAN : x.gates->all;
       Terms terms[kChunk / 16][2];
       float rest[kTokenTiles][2];  // the decay from tokens 8 j + 2c + i to the chunk's end
       Sum sum = {};
@@ -287,9 +286,9 @@ struct WarpChain {
         } else {
 #pragma unroll
           for (int j = 2 * step - kTokenTiles; j < 2 * step - kTokenTiles + 2; ++j) {
-            const float2 pair = *reinterpret_cast<const float2*>(x.gates->decay + 8 * j + first);
-            rest[j][0] = ptx::exp2(last - pair.x);
-            rest[j][1] = ptx::exp2(last - pair.y);
+            const float2 pair = *reinterpret_cast<const float2*>(x.gates->to_end + 8 * j + first);
+            rest[j][0] = pair.x;
+            rest[j][1] = pair.y;
           }
         }
       });
@@ -417,7 +416,7 @@ struct WarpChain {
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const float decay = ptx::exp2(x.gates->decay[row(m) + 8 * upper + g]);
+        const float decay = x.gates->from_start[row(m) + 8 * upper + g];
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[m][i / 2][2 * upper + i % 2] *= decay;
       }

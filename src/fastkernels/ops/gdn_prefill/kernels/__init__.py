@@ -95,7 +95,7 @@ class Recurrent:
 
 KEYS_BYTES = 2 * CHUNK * HEAD_SIZE  # of q or k of a chunk
 PAIRS_BYTES = 2 * CHUNK * CHUNK  # of T or P
-GATES_BYTES = 528
+GATES_BYTES = 1040
 SYSTEM_BYTES = 4 * CHUNK * (CHUNK + 4)  # of A, and of its inverse
 
 
@@ -131,8 +131,19 @@ class ChunkSplit:
             )
 
     @property
+    def is_wide(self) -> bool:
+        """Whether state, output and copies have warps of their own."""
+        return self.rows_per_block <= 32
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.is_wide else 256
+
+    @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.rows_per_block, self.stages, pair_stages=self.stages)
+        rows = self.rows_per_block
+        more = 2 * rows * CHUNK + 96 if self.is_wide else 0
+        return _shared_bytes(rows, self.stages, pair_stages=self.stages) + more
 
 
 @dataclass(frozen=True)
@@ -247,7 +258,7 @@ csrc/gdn_prefill/segments.cuh."""
 MAKER_BYTES = 2 * KEYS_BYTES + GATES_BYTES + 2 * SYSTEM_BYTES  # of `make_chunk` of prepare.cuh
 PREPARE_SHARED_BYTES = MAKER_BYTES + 128
 
-PREPARED_BYTES = 17024
+PREPARED_BYTES = 17536
 """Of a chunk and value head in the workspace of `chunk_split` and `chunk_cluster`: `kPreparedBytes`
 of csrc/gdn_prefill/common.cuh."""
 
@@ -358,7 +369,7 @@ CHUNK_SPLIT = Kernel(
     OP, "chunk_split", "cuda", ARCHS, ChunkSplit(16, 3), "gdn_prefill/chunk_split.cu",
     tile=lambda c: (c.rows_per_block, PREPARED_BYTES),
     launch_shape=lambda c, variant: (
-        256, PREPARE_SHARED_BYTES if "prepare" in variant else c.shared_bytes,
+        (256, PREPARE_SHARED_BYTES) if "prepare" in variant else (c.threads, c.shared_bytes)
     ),
     variants=("prepare", "prepare_any", "chain", "chain_any"),
     candidates={"rows_per_block": (16, 32, 64), "stages": (2, 3, 4)},

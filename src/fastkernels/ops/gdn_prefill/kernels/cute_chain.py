@@ -62,7 +62,6 @@ from fastkernels.core.archs import ARCHS
 from fastkernels.core.kernels import Binary
 from fastkernels.ops.gdn_prefill.kernels import (
     CHUNK,
-    GATES_BYTES,
     HEAD_SIZE,
     KEYS_BYTES,
     PAIRS_BYTES,
@@ -86,7 +85,8 @@ AT_T = AT_V + 2 * CHUNK * ROWS
 AT_P = AT_T + PAIRS_BYTES
 AT_GATES = AT_P + PAIRS_BYTES
 STAGE_BYTES = CuteSplit.stage_bytes
-# ChunkGates of csrc/gdn_prefill/common.cuh.
+# ChunkGates of csrc/gdn_prefill/common.cuh, as far as this chain reads them.
+GATES_BYTES = 528
 AT_DECAY = AT_GATES
 AT_BETA = AT_DECAY + 4 * CHUNK
 AT_FIRST_BAD = AT_BETA + 4 * CHUNK
