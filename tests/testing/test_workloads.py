@@ -409,6 +409,46 @@ def test_prefill_side_by_side_is_the_oracle(name: str, monkeypatch: pytest.Monke
                     )
 
 
+@pytest.mark.parametrize("mode", ["functional", "pool"])
+@pytest.mark.parametrize("way", ["_run_chunks", "_run_tokens"])
+def test_prefill_on_a_device_is_the_oracle(way: str, mode: str) -> None:
+    """Chunk by chunk, and token by token of all sequences: results, and what errors are measured
+    against."""
+    lengths = (70, 0, 1, 129, 64)
+    case: Any = case_of("gdn_prefill", "definition")
+    case = dataclasses.replace(
+        case, name="ways", lengths=lengths, num_q_heads=1, num_v_heads=2, mode=mode
+    )
+    inputs: Any = gdn_prefill.fresh_inputs(case, 11, CPU)
+    offsets = inputs.cu_seqlens.tolist()
+    got = gdn_prefill._expect_on_device(inputs, offsets, getattr(gdn_prefill, way))
+    want: Any = gdn_prefill.expect_by_oracle([inputs])[0]
+    slots = got.slots if got.slots is not None else torch.arange(len(lengths))
+    for one, other in (
+        (want.output, got.output), (want.new_state[slots], got.state),
+        (want.output_kappa, got.output_kappa), (want.new_state_kappa[slots], got.state_kappa),
+    ):  # fmt: skip
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "way"),
+    [((512,), "_run_chunks"), ((30,), "_run_tokens"), ((4,) * 99, "_run_tokens"), ((0,), None)],
+)
+def test_prefill_takes_the_fewer_steps(
+    lengths: tuple[int, ...], way: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case: Any = case_of("gdn_prefill", "definition")
+    case = dataclasses.replace(
+        case, name="steps", lengths=lengths, num_q_heads=1, num_v_heads=1, mode="functional"
+    )
+    inputs: Any = gdn_prefill.fresh_inputs(case, 12, CPU)
+    other = {"_run_chunks": "_run_tokens", "_run_tokens": "_run_chunks"}
+    if way is not None:
+        monkeypatch.setattr(gdn_prefill, other[way], None)
+    assert gdn_prefill.expect_on_device(inputs).output.isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["around_chunks", "pool", "raw_keys"])
 def test_prefill_side_by_side_on_a_device(name: str) -> None:
