@@ -22,6 +22,8 @@ struct SplitChain : Chain<kRows> {
   using States = Chain<kRows>;
   using typename States::Early;
   static_assert(kRows <= 32, "a thread has 168 registers");
+  // With more, states would come twice to a barrier that the copying warps have not looked at.
+  static_assert(kStages <= 3, "inputs are at most two chunks ahead");
 
   static constexpr int kStateThreads = kGroupThreads;
   static constexpr int kFirstCopyThread = 2 * kGroupThreads, kThreads = 3 * kGroupThreads;

@@ -2,8 +2,8 @@
 // with what of the real one is used here alone.
 #pragma once
 
-#include "common/ptx_sm90.cuh"
 #include "bulk_load.cuh"
+#include "common/ptx_sm90.cuh"
 
 namespace fastkernels::ptx {
 
