@@ -61,6 +61,10 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "parallel-32": ("chunk_parallel", ChunkParallel(32, 2)),
     "parallel-64": ("chunk_parallel", ChunkParallel(64, 4)),
 }
+# One of each route.
+EACH = [
+    "recurrent-8-lanes", "fused-64", "split-32", "warp-32", "states-32", "cluster-8", "parallel-32",
+]  # fmt: skip
 # Segments of the sweep, which take longer.
 LONG: dict[str, tuple[str, Any]] = {
     "parallel-64-16": ("chunk_parallel", ChunkParallel(64, 16)),
@@ -169,18 +173,7 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, head_size=HEAD_SIZE, **few)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "recurrent-8-lanes",
-        "fused-64",
-        "split-32",
-        "warp-32",
-        "states-32",
-        "cluster-8",
-        "parallel-32",
-    ],
-)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("case", [*CORRECTNESS, *CORNER], ids=lambda case: case.name)
 def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     inputs = make_inputs(small(case))
@@ -188,18 +181,7 @@ def test_cases(emulate: Emulate, case: Case, name: str) -> None:
     assert_judged(given, emulate(name, inputs))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "recurrent-8-lanes",
-        "fused-64",
-        "split-32",
-        "warp-32",
-        "states-32",
-        "cluster-8",
-        "parallel-32",
-    ],
-)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("stratum", STRATA)
 def test_strata(emulate: Emulate, stratum: str, name: str) -> None:
     """Inputs that are made to hurt (ops/gdn_prefill/adversarial.py), on few heads."""
