@@ -222,6 +222,19 @@ def _right_but(turns: dict[int, Callable[[Any, Any], None]]) -> Callable[[Any, A
     return call
 
 
+def _drops_the_third() -> Callable[[Any, Any], None]:
+    """Drops an element of a process's third call, and of each on the same inputs: which call
+    repeats it, to tell a drop from a wrong number, depends on how many are judged together."""
+    seen: list[torch.Tensor] = []
+
+    def call(inputs: Any, outputs: Any) -> None:
+        seen.append(inputs.q.clone())
+        is_third = len(seen) >= 3 and torch.equal(inputs.q, seen[2])
+        (drops_an_element if is_third else honest)(inputs, outputs)
+
+    return call
+
+
 def _prepare(key: Any, config: Any) -> None:
     raise RuntimeError("nvcc: error: expected a ';'")
 
@@ -243,8 +256,7 @@ ROUTES = {
             )
         ),
         route(_right_but({3: wrong}), "third_is_wrong"),
-        # And where it is repeated: the fifth call where four are judged together, or the ninth.
-        route(_right_but(dict.fromkeys((3, 5, 9), drops_an_element)), "third_drops"),
+        route(_drops_the_third(), "third_drops"),
         route(_right_but({3: raises}), "third_raises"),
         route(_right_but({3: raises, 4: crashes}), "third_raises_fourth_crashes"),
         route(_right_but({3: crashes}), "third_crashes"),

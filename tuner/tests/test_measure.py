@@ -67,9 +67,11 @@ def shared() -> Iterator[Bench]:
 
 @pytest.fixture
 def bench(shared: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """The one bench, on the record of no earlier test."""
+    """The one bench, on the record of no earlier test, and without what one had lent: how many
+    calls are judged together depends on that."""
     monkeypatch.setattr(shared, "_blocks", 0)
     monkeypatch.setattr(shared, "_discarded", 0)
+    shared._loan = None
     return shared
 
 
@@ -327,12 +329,27 @@ def test_the_call_that_fails_among_others_is_found(
     assert bench.judge(HONEST, DECODE, SEEDS).failures == ()
 
 
+@pytest.mark.parametrize("together", [4, 5, 9])
+def test_a_drop_is_no_wrong_number_however_many_are_judged_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    bench.renew()
+    asked = record(monkeypatch)
+    found = bench.judge(candidate("third_drops"), DECODE, range(100, 100 + 2 * together))
+    fills = [message for _, message in asked if isinstance(message, Fill)]
+    assert [len(fill.draws) for fill in fills] == [together, 1]
+    (failure,) = found.failures
+    assert (failure.cause, failure.seed, found.trials) == (Cause.DROPPED_ELEMENT, 102, 3)
+    assert failure.detail == {"output": "output", "dropped": 1, "first": [0, 0, 1, 7]}
+
+
 def test_candidates_judged_together_get_the_same_draws_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is called on memory filled anew, and is right or wrong by itself, also where one ends
     the process that it shares with the others."""
     bench.renew()
+    monkeypatch.setattr(broker, "SLOTS", len(SEEDS))  # all at a time
     names = ["third_is_wrong", "honest", "third_crashes", "later_wrong"]
     asked = record(monkeypatch)
     found = bench.judge_all([candidate(name) for name in names], DECODE, SEEDS)
