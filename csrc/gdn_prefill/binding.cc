@@ -20,8 +20,11 @@ namespace {
 namespace ffi = tvm::ffi;
 
 // Variants of a kernel, in the order of `Kernel.variants`: one launch has two; two launches have
-// four, those of the first launch first; chunk_states has two more behind, chunk_parallel five.
+// four, those of the first launch first; chunk_states has two more behind, chunk_parallel five. Of
+// chunk_pipeline's three the first one is the first launch's.
 enum : int { kAligned = 0, kAny = 1 };
+enum : int { kClear = 0, kPipeline = 1 };
+constexpr size_t kPipelineVariants = 3;
 enum : int { kPrepare = 0, kChain = 2, kOutput = 4, kTransfer = 4, kScan = 6, kMend = 7 };
 constexpr size_t kSplitVariants = 4;
 
@@ -206,6 +209,12 @@ bool LaunchPlan(const Plan& plan, Params* p, int variant, const Call& call) {
     LaunchOne(plan, which, {static_cast<uint32_t>(blocks), 1, 1}, stream, p, is_dependent);
     is_dependent = true;
   };
+  if (plan.variants.size() == kPipelineVariants) {
+    const int64_t entries = layout.prepare, threads = plan.variants[kClear].threads;
+    launch(kClear, (entries + threads - 1) / threads);
+    launch(kPipeline + variant, std::min<int64_t>(entries + layout.chain, 2 * device.num_sms));
+    return true;
+  }
   if (plan.variants.size() < kSplitVariants) {
     launch(variant, layout.chain);
     return true;

@@ -252,18 +252,18 @@ __device__ __forceinline__ Chunk find_loaded(const Params& p, const Own& only, i
 
 // ---- blocks -------------------------------------------------------------------------------------
 
-// A block's part of the work, by its index: slabs of rows of V fastest, then heads, then positions
-// of sequences.
+// A block's part of the work, by its index or another number: slabs of rows of V fastest, then
+// heads, then positions of sequences.
 struct Part {
   uint32_t slab, head, q_head;
   int32_t position;
 };
 
 template <int kSlabs>
-__device__ __forceinline__ Part find_part(const Params& p) {
-  const uint32_t rest = blockIdx.x / kSlabs;
+__device__ __forceinline__ Part find_part(const Params& p, uint32_t idx = blockIdx.x) {
+  const uint32_t rest = idx / kSlabs;
   const uint32_t head = rest % p.num_v_heads;
-  return {blockIdx.x % kSlabs, head, gdn::find_q_head(head, p.num_v_heads, p.num_q_heads),
+  return {idx % kSlabs, head, gdn::find_q_head(head, p.num_v_heads, p.num_q_heads),
           static_cast<int32_t>(rest / p.num_v_heads)};
 }
 

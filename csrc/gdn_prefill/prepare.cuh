@@ -22,9 +22,8 @@ struct Prepare {
   ChunkGates* gates;
   float* system;   // [64, kPitch]: I + A without its diagonal
   float* inverse;  // [64, kPitch]
-  // In shared memory or global. Two of [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and P, decayed
-  // q.k.
-  unsigned char* T;
+  // In shared memory or global, [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and decayed q.k.
+  unsigned char *T, *P;
 };
 
 // Which of the 8 warps this is; a block may have others below.
@@ -83,8 +82,8 @@ __device__ __forceinline__ void store_pairs(const Prepare& x, uint32_t row, uint
     const Pair at = pair_of(x, row, column, half, i);
     const float first = at.s <= at.t ? sum[half][2 * i] * at.decay[0] : 0.0f;
     const float second = at.s + 1 <= at.t ? sum[half][2 * i + 1] * at.decay[1] : 0.0f;
-    *reinterpret_cast<uint32_t*>(x.T + kPairsBytes + swizzle<kPairBytes>(at.t, at.s / 8) +
-                                 at.s % 8 * 2) = ptx::to_bf16x2(first, second);
+    *reinterpret_cast<uint32_t*>(x.P + swizzle<kPairBytes>(at.t, at.s / 8) + at.s % 8 * 2) =
+        ptx::to_bf16x2(first, second);
   }
 }
 
@@ -241,10 +240,11 @@ __device__ __forceinline__ void invert_corner(const Prepare& x, uint32_t begin, 
   }
 }
 
-// Fills T and P, and lowers `first_bad` to the first token whose row of A is not finite. All 8
-// warps call it, after a barrier that makes its inputs visible; `gates` are as they stay, T and P
-// after the next barrier. Tiles of 16 x 16 above the diagonal are zeros.
-__device__ __forceinline__ void prepare(const Prepare& x) {
+// Fills P and `inverse`, but for the lower left block of 32 x 32 and what is above the diagonal,
+// and lowers `first_bad` to the first token whose row of A is not finite. All 8 warps call it,
+// after a barrier that makes its inputs visible, and it ends with one; `gates` are as they stay.
+// Tiles of 16 x 16 of P above the diagonal are left as they are.
+__device__ __forceinline__ void invert(const Prepare& x) {
   const uint32_t warp = prepare_warp(), lane = threadIdx.x % kWarpSize;
   multiply_system(x);
   ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
@@ -270,34 +270,56 @@ __device__ __forceinline__ void prepare(const Prepare& x) {
     multiply_pairs(x);
   }
   ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
-  {  // The lower left block of T, which nothing else is made of.
-    float corner[4] = {};
-    const uint32_t row = 16 * (warp / 4), column = 8 * (warp % 4);
-    invert_corner<32>(x, 0, row, column, corner);
-    unsigned char* to = x.T + swizzle<kPairBytes>(32 + row + lane / 4, column / 8) + lane % 4 * 4;
-    *reinterpret_cast<uint32_t*>(to) = ptx::to_bf16x2(corner[0], corner[1]);
-    *reinterpret_cast<uint32_t*>(to + 8 * kPairBytes) = ptx::to_bf16x2(corner[2], corner[3]);
+}
+
+// Behind `invert`, all of the inverse but its identity, a thread's part at a time: `visit(t, s,
+// values)` with two columns of the lower left block, which nothing else is made of, and `visit8(t,
+// s, values)` with eight of those tiles that are on the diagonal or beside it in a block of 32.
+template <typename F, typename F8>
+__device__ __forceinline__ void each_of_inverse(const Prepare& x, F visit, F8 visit8) {
+  const uint32_t warp = prepare_warp(), lane = threadIdx.x % kWarpSize;
+  float corner[4] = {};
+  const uint32_t row = 16 * (warp / 4), column = 8 * (warp % 4);
+  invert_corner<32>(x, 0, row, column, corner);
+  visit(32 + row + lane / 4, column + lane % 4 * 2, corner[0], corner[1]);
+  visit(40 + row + lane / 4, column + lane % 4 * 2, corner[2], corner[3]);
+
+  const uint32_t t = threadIdx.x % kPrepareThreads / 4, s = t / 32 * 32 + threadIdx.x % 4 * 8;
+  if (s / 16 > t / 16) return;
+  float values[8];
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const float2 pair = *reinterpret_cast<const float2*>(x.inverse + t * kPitch + s + j);
+    values[j] = s + j == t ? 0.0f : pair.x;
+    values[j + 1] = s + j + 1 == t ? 0.0f : pair.y;
   }
-  // What is above the diagonal, of both.
+  visit8(t, s, values);
+}
+
+// Fills T and P, as `invert` does; both are there after the next barrier. Tiles of 16 x 16 above
+// the diagonal are zeros.
+__device__ __forceinline__ void prepare(const Prepare& x) {
+  invert(x);
+  each_of_inverse(
+      x,
+      [&](uint32_t t, uint32_t s, float first, float second) {
+        unsigned char* to = x.T + swizzle<kPairBytes>(t, s / 8) + s % 8 * 2;
+        *reinterpret_cast<uint32_t*>(to) = ptx::to_bf16x2(first, second);
+      },
+      [&](uint32_t t, uint32_t s, const float (&values)[8]) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = ptx::to_bf16x2(values[2 * j], values[2 * j + 1]);
+        *reinterpret_cast<uint4*>(x.T + swizzle<kPairBytes>(t, s / 8)) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      });
   for (uint32_t i = threadIdx.x % kPrepareThreads; i < kPairsBytes / 16; i += kPrepareThreads) {
     const uint32_t row = i / (kPairBytes / 16), piece = i % (kPairBytes / 16);
     if (piece / 2 <= row / 16) continue;
-    unsigned char* to = x.T + swizzle<kPairBytes>(row, piece);
-    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-    *reinterpret_cast<uint4*>(to + kPairsBytes) = make_uint4(0, 0, 0, 0);
+    const uint32_t at = swizzle<kPairBytes>(row, piece);
+    *reinterpret_cast<uint4*>(x.T + at) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(x.P + at) = make_uint4(0, 0, 0, 0);
   }
-  // Those on the diagonal, a piece of 8 columns a thread, without the identity.
-  const uint32_t t = threadIdx.x % kPrepareThreads / 4, s = t / 32 * 32 + threadIdx.x % 4 * 8;
-  if (s / 16 > t / 16) return;
-  uint32_t words[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t column = s + 2 * j;
-    const float2 pair = *reinterpret_cast<const float2*>(x.inverse + t * kPitch + column);
-    words[j] = ptx::to_bf16x2(column == t ? 0.0f : pair.x, column + 1 == t ? 0.0f : pair.y);
-  }
-  *reinterpret_cast<uint4*>(x.T + swizzle<kPairBytes>(t, s / 8)) =
-      make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // ---- for the workspace --------------------------------------------------------------------------
@@ -335,7 +357,7 @@ __device__ __forceinline__ void make_chunk(const Params& p, uint32_t head, float
   ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
   unsigned char* to = find_prepared(p, number, head);
   prepare({shared + kMakerQ, shared, gates, reinterpret_cast<float*>(shared + kMakerSystem),
-           reinterpret_cast<float*>(shared + kMakerInverse), to});
+           reinterpret_cast<float*>(shared + kMakerInverse), to, to + kPairsBytes});
   if (thread < kGatesPieces) {
     reinterpret_cast<uint4*>(to + kPreparedPairs)[thread] =
         reinterpret_cast<const uint4*>(gates)[thread];

@@ -19,4 +19,73 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
+// "ld", cache operator .cg: past L1, where another SM's store would not be seen. Volatile, so that
+// it is issued where it stands.
+__device__ __forceinline__ uint4 load_l2(const uint4* pointer) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(pointer));
+  return x;
+}
+
+__device__ __forceinline__ float2 load_l2(const float2* pointer) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(pointer));
+  return x;
+}
+
+// ---- registers ("setmaxnreg", sm_90a and sm_100a)
+// ------------------------------------------------
+
+// All warps of a warp group together, before they use more than they had; waits until the block's
+// others have given up as many.
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
+}
+
+// ---- words that blocks and warps wait for each other by ("Memory Consistency Model") ------------
+
+// "atom", of any block: the value before. Orders nothing.
+__device__ __forceinline__ uint32_t fetch_add(uint32_t* word, uint32_t x) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(x)
+               : "memory");
+  return before;
+}
+
+// "red": what this thread has written, or seen written, before is visible to whoever sees the sum.
+__device__ __forceinline__ void add_release(uint32_t* word, uint32_t x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
+}
+
+// "ld.acquire": until another block has made it at least `least`.
+__device__ __forceinline__ void wait_at_least(const uint32_t* word, uint32_t least) {
+  uint32_t x;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
+  } while (x < least);
+}
+
+// The same of a word in shared memory, for warps of a block; gives the value seen.
+__device__ __forceinline__ void store_release(uint32_t shared, uint32_t x) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ uint32_t wait_shared_at_least(uint32_t shared, uint32_t least) {
+  uint32_t x;
+  do {
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  } while (x < least);
+  return x;
+}
+
 }  // namespace fastkernels::ptx

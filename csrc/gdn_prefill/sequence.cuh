@@ -55,7 +55,7 @@ struct Sequence {
   static constexpr int kP = kT + kPairStages * kPairsBytes;
   static constexpr int kMade = kP + (kFused ? 1 : kOutputStages) * kPairsBytes;
   static constexpr int kExchange = kMade + (kClustered ? kMakerBytes : 0);
-  static_assert(kMade % 1024 == 0 && (!kFused || kP == kT + kPairsBytes), "as Prepare has them");
+  static_assert(kMade % 1024 == 0, "tiles are swizzled");
   static constexpr int kV = kExchange + Exchange::kSharedBytes;
   static constexpr int kGates = kV + kStages * kVTileBytes;
   static constexpr int kSystem = kGates + kStages * kGatesBytes;
@@ -260,7 +260,7 @@ struct Sequence {
       }
       if constexpr (kFused) {
         prepare({now.q, now.k, now.gates, reinterpret_cast<float*>(shared + kSystem),
-                 reinterpret_cast<float*>(shared + kInverse), now.T});
+                 reinterpret_cast<float*>(shared + kInverse), now.T, now.P});
         ptx::barrier_sync(kChainBarrier, kChainThreads);
       }
       if (is_state_warp) {
@@ -282,11 +282,15 @@ struct Sequence {
     }
   }
 
-  // The whole kernel: this block's rows through the sequence at its position, `find_part` has both.
+  // The whole kernel.
   static __device__ __forceinline__ void enter(const Params& p) {
+    enter(p, load_only(p), blockIdx.x);
+  }
+
+  // Some rows through the sequence at a position, `find_part` has both.
+  static __device__ __forceinline__ void enter(const Params& p, const Own& only, uint32_t idx) {
     constexpr bool kMakesGates = kMaker != Maker::kKernel;
-    const Own only = load_only(p);
-    const Part part = find_part<kSlabs>(p);
+    const Part part = find_part<kSlabs>(p, idx);
     Sequence block{p,
                    ptx::dynamic_shared(),
                    part.head,

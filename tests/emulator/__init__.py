@@ -33,11 +33,14 @@ FIELD = re.compile(
 )
 
 
-def compile_kernel(kernel: Kernel, config: Any, variant: str, folder: Path) -> Any:
+def compile_kernel(
+    kernel: Kernel, config: Any, variant: str, folder: Path, together: int = 1
+) -> Any:
     """The kernel as a C function `(params, blocks, threads, seed)`."""
     # What nvcc is told, without the architecture.
     flags = toolchain._nvcc_flags(kernel, config, "sm90", variant)
-    name = re.sub(r"\W+", "-", f"{kernel.op}-{kernel.name}-{config}-{variant}")
+    flags = [*flags, f"-DFK_TOGETHER={together}"]
+    name = re.sub(r"\W+", "-", f"{kernel.op}-{kernel.name}-{config}-{variant}-{together}")
     target = folder / f"{name}.so"
     with open(folder / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -93,11 +96,23 @@ class Emulator:
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
     def launch(
-        self, kernel: Kernel, config: Any, variant: str, params: Any, blocks: int, seed: int
+        self,
+        kernel: Kernel,
+        config: Any,
+        variant: str,
+        params: Any,
+        blocks: int,
+        seed: int,
+        *,
+        together: int = 1,
     ) -> None:
-        identity = (kernel.name, config, variant)
+        """`together`: so many blocks, of which `blocks` is a multiple, run side by side where the
+        kernel has no clusters."""
+        identity = (kernel.name, config, variant, together)
         if identity not in self._compiled:
-            self._compiled[identity] = compile_kernel(kernel, config, variant, self.folder)
+            self._compiled[identity] = compile_kernel(
+                kernel, config, variant, self.folder, together
+            )
         assert kernel.launch_shape is not None
         threads = kernel.launch_shape(config, variant)[0]
         self._compiled[identity](ctypes.byref(params), blocks, threads, seed)

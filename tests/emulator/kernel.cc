@@ -1,5 +1,6 @@
 // A kernel, -DEMULATED_SOURCE and -DEMULATED_KERNEL (with its namespace), as a function that runs
-// it block by block, or cluster by cluster where the kernel has a knob of that name. A launcher of
+// it block by block, or cluster by cluster where the kernel has a knob of that name, or FK_TOGETHER
+// blocks at a time. A launcher of
 // the Python side gives it the operator's Params.
 #include "cuda_block.h"
 
@@ -11,7 +12,7 @@ using std::min;
 #include EMULATED_SOURCE
 
 #ifndef FK_CLUSTER
-#define FK_CLUSTER 1
+#define FK_CLUSTER FK_TOGETHER
 #endif
 
 // `p` is the struct that the kernel takes.

@@ -23,6 +23,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
     ChunkCluster,
     ChunkFused,
     ChunkParallel,
+    ChunkPipeline,
     ChunkSplit,
     ChunkStates,
     ChunkWarp,
@@ -56,6 +57,8 @@ CONFIGS: dict[str, tuple[str, Any]] = {
     "states-16": ("chunk_states", ChunkStates(16, 3)),
     "states-32": ("chunk_states", ChunkStates(32, 3)),
     "states-64": ("chunk_states", ChunkStates(64, 4)),
+    "pipeline-16": ("chunk_pipeline", ChunkPipeline(16)),
+    "pipeline-32": ("chunk_pipeline", ChunkPipeline(32)),
     "cluster-8": ("chunk_cluster", ChunkCluster(8)),
     "cluster-4": ("chunk_cluster", ChunkCluster(4)),
     "parallel-32": ("chunk_parallel", ChunkParallel(32, 2)),
@@ -63,7 +66,8 @@ CONFIGS: dict[str, tuple[str, Any]] = {
 }
 # One of each route.
 EACH = [
-    "recurrent-8-lanes", "fused-64", "split-32", "warp-32", "states-32", "cluster-8", "parallel-32",
+    "recurrent-8-lanes", "fused-64", "split-32", "warp-32", "states-32", "pipeline-32", "cluster-8",
+    "parallel-32",
 ]  # fmt: skip
 # Segments of the sweep, which take longer.
 LONG: dict[str, tuple[str, Any]] = {
@@ -72,6 +76,8 @@ LONG: dict[str, tuple[str, Any]] = {
 }
 # Tokens of a segment.
 SEGMENT = {name: 64 * CONFIGS[name][1].segment_chunks for name in ("parallel-32", "parallel-64")}
+TOGETHER = 4
+"""Blocks of chunk_pipeline that run side by side, since they wait for each other."""
 Emulate = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -108,7 +114,7 @@ def variant_of(kernel: Kernel, stage: str, aligned: bool) -> str | None:
     """Of one of a route's launches; the only one of a route counts as its chain."""
     if len(kernel.variants) == 2:
         return kernel.variants[0 if aligned else 1] if stage == "chain" else None
-    name = stage if aligned or stage == "scan" else f"{stage}_any"
+    name = stage if aligned or stage in ("scan", "clear") else f"{stage}_any"
     return name if name in kernel.variants else None
 
 
@@ -147,13 +153,16 @@ def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
         blocks = {
             "prepare": chunks, "transfer": 2 * slabs * cuts, "scan": 8 * min(cuts, num_seqs),
             "chain": slabs * max(num_seqs + cuts, 1), "output": chunks,
-            "mend": slabs * min(cuts, num_seqs),
+            "mend": slabs * min(cuts, num_seqs), "clear": chunks, "pipeline": TOGETHER,
         }  # fmt: skip
         for stage, count in blocks.items():
             variant = variant_of(kernel, stage, is_aligned(used))
             if variant is not None and count > 0:
                 maker, its = kernel.maker(config, variant)
-                emulator.launch(maker, its, variant, params, num_v_heads * count, seed)
+                together = TOGETHER if stage == "pipeline" else 1
+                emulator.launch(
+                    maker, its, variant, params, num_v_heads * count, seed, together=together
+                )
                 if left is not None:
                     left[stage] = workspace[:size].clone()
         assert bool((workspace[size:] == 255).all()), "wrote beyond the workspace"
@@ -211,6 +220,7 @@ def test_schedules(emulate: Emulate, name: str) -> None:
         "split-32",
         "warp-16",
         "states-16",
+        "pipeline-16",
         "cluster-8",
         "parallel-64",
     ],
@@ -279,7 +289,8 @@ def test_memory_that_is_not_aligned(emulate: Emulate, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fused-64", "split-32", "warp-16", "states-16", "cluster-8", "parallel-64"]
+    "name",
+    ["fused-64", "split-32", "warp-16", "states-16", "pipeline-16", "cluster-8", "parallel-64"],
 )
 @pytest.mark.parametrize("argument", ["q", "k", "v", "a", "b"])
 @pytest.mark.parametrize("token", [0, 21, 63, 64, 99])
@@ -314,6 +325,7 @@ def test_what_is_not_finite_stays_behind(
         "split-32",
         "warp-32",
         "states-32",
+        "pipeline-32",
         "cluster-8",
         "parallel-64",
     ],
@@ -368,6 +380,7 @@ def test_c10_gates_beyond_their_range(
         "split-32",
         "warp-16",
         "states-16",
+        "pipeline-16",
         "cluster-4",
         "parallel-32",
     ],
@@ -385,7 +398,9 @@ def test_neighbours_hold_nan(emulate: Emulate, name: str) -> None:
     assert torch.equal(new_state[[0, 2]], clean[1][[0, 2]])
 
 
-@pytest.mark.parametrize("name", ["fused-16", "split-32", "warp-64", "cluster-8", "parallel-64"])
+@pytest.mark.parametrize(
+    "name", ["fused-16", "split-32", "warp-64", "pipeline-16", "cluster-8", "parallel-64"]
+)
 def test_long_slow_sequence(emulate: Emulate, name: str) -> None:
     """Errors of 40 chunks do not add up, where nearly nothing is forgotten."""
     inputs = make_inputs(Case("slow", (2560,), num_q_heads=1, num_v_heads=1, seed=9, gates="slow"))

@@ -3,3 +3,47 @@
 
 #include "bulk_load.cuh"
 #include "common/ptx_sm90.cuh"
+
+namespace fastkernels::ptx {
+
+template <typename T>
+T load_l2(const T* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T) != 0) emulator::Fail("misaligned load");
+  return *pointer;
+}
+
+template <int kRegisters>
+void raise_registers() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg");
+}
+
+template <int kRegisters>
+void lower_registers() {
+  raise_registers<kRegisters>();
+}
+
+inline uint32_t fetch_add(uint32_t* word, uint32_t x) {
+  const uint32_t before = *word;
+  *word += x;
+  emulator::machine().has_progress = true;
+  return before;
+}
+
+inline void add_release(uint32_t* word, uint32_t x) { fetch_add(word, x); }
+
+inline void wait_at_least(const uint32_t* word, uint32_t least) {
+  while (*static_cast<const volatile uint32_t*>(word) < least) emulator::Yield();
+}
+
+inline void store_release(uint32_t shared, uint32_t x) {
+  *emulator::Shared<uint32_t>(shared, 4) = x;
+  emulator::machine().has_progress = true;
+}
+
+inline uint32_t wait_shared_at_least(uint32_t shared, uint32_t least) {
+  const volatile uint32_t* word = emulator::Shared<uint32_t>(shared, 4);
+  while (*word < least) emulator::Yield();
+  return *word;
+}
+
+}  // namespace fastkernels::ptx

@@ -29,6 +29,11 @@ Route `chunk_states`, three launches over one workspace: `prepare` and `chain` a
 `output` with the grid of `prepare`. `tile` has one integer more: bytes of workspace for each chunk
 of each query head, behind the others. `chain` and `output` wait by themselves.
 
+Route `chunk_pipeline`, two launches over one workspace: `clear`, a thread for each entry, in blocks
+of 256, then `pipeline`, as many blocks as are resident, two an SM, or fewer where there is less
+work: an entry each and those of `chain` above. `pipeline` waits by itself. Without an entry only
+`pipeline` is launched.
+
 Routes `chunk_warp` and `cute_split`, as `triton_split`, with `prepare` of `chunk_split`: what
 stands between the two launches is bytes in the workspace, so that each may be of another language.
 """
@@ -201,6 +206,22 @@ class ChunkStates:
 
 
 @dataclass(frozen=True)
+class ChunkPipeline:
+    """A block that takes a state through a sequence has `rows_per_block` rows of it."""
+
+    rows_per_block: int
+
+    def __post_init__(self) -> None:
+        if self.rows_per_block not in (16, 32):
+            raise ValueError(f"knob 'rows_per_block' is {self.rows_per_block}, expected 16 or 32")
+
+    @staticmethod
+    def shared_bytes(variant: str) -> int:
+        sequences = 256  # whose lengths are ranked
+        return 0 if variant == "clear" else MAKER_BYTES + 3 * 4 * sequences + 64
+
+
+@dataclass(frozen=True)
 class ChunkCluster:
     """`cluster` blocks take the rows of a head, each 128 / cluster."""
 
@@ -266,6 +287,11 @@ of csrc/gdn_prefill/common.cuh."""
 LEFT_BYTES = 49664
 """Of a chunk and value head behind those in the workspace of `chunk_states`: `kLeftBytes` of
 csrc/gdn_prefill/states.cuh."""
+
+
+WY_BYTES = 107776
+"""Of a chunk and value head in the workspace of `chunk_pipeline`: `kWyBytes` of
+csrc/gdn_prefill/wy.cuh."""
 
 
 def _check_rows(rows: int) -> None:
@@ -405,6 +431,13 @@ KERNELS: tuple[Kernel, ...] = (
         launch_shape=lambda c, variant: (c.threads(variant), c.shared_bytes(variant)),
         variants=(*CHUNK_SPLIT.variants, "output", "output_any"),
         candidates={"rows_per_block": (16, 32, 64), "stages": (3, 4)},
+    ),
+    Kernel(
+        OP, "chunk_pipeline", "cuda", ARCHS, ChunkPipeline(16), "gdn_prefill/chunk_pipeline.cu",
+        tile=lambda c: (c.rows_per_block, WY_BYTES),
+        launch_shape=lambda c, variant: (256, c.shared_bytes(variant)),
+        variants=("clear", "pipeline", "pipeline_any"),
+        candidates={"rows_per_block": (16, 32)},
     ),
     Kernel(
         OP, "chunk_cluster", "cuda", ARCHS, ChunkCluster(8), "gdn_prefill/chunk_cluster.cu",
