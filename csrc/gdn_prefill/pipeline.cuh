@@ -27,7 +27,7 @@ constexpr int kPipelineThreads = 256;
 // Warp 4 waits for entries, warp 5 tells that states and U are there, and how far each is stands in
 // shared memory; the others do nothing.
 //
-// Barriers: 5 (all warps) once; 1 (state warps) twice a chunk.
+// Barriers: 5 (all warps) twice; 1 (state warps) twice a chunk.
 template <int kRows>
 struct WyChain : Chain<kRows, false> {
   using States = Chain<kRows, false>;
@@ -38,7 +38,8 @@ struct WyChain : Chain<kRows, false> {
   static constexpr int kStateThreads = kGroupThreads, kStateWarps = kStateThreads / kWarpSize;
   static constexpr int kU = States::kStateBytes;
   static constexpr int kWords = kU + States::kTokensBytes;  // entries that are there; those left
-  static constexpr int kMore = 200;
+  // Registers of a thread that the kernel starts with, and of one of a state warp.
+  static constexpr int kAtStart = 128, kMore = 200;
   static constexpr int kSharedBytes = kWords + 4 * (1 + kStateWarps) + 12;
 
   // Takes the state through `tokens`, as `Sequence::advance` does; every thread of the block.
@@ -54,10 +55,11 @@ struct WyChain : Chain<kRows, false> {
     if (warp < kStateWarps) {
       ptx::raise_registers<kMore>();
       carry(S, entry, step, block.column / 16, num_chunks);
-      ptx::lower_registers<128>();
+      ptx::lower_registers<kAtStart>();
+      ptx::barrier_sync(kChainBarrier, kThreads);
       return;
     }
-    ptx::lower_registers<256 - kMore>();
+    ptx::lower_registers<2 * kAtStart - kMore>();
     if (warp == kStateWarps && lane == 0) {
       for (int32_t idx = 0; idx < num_chunks; ++idx) {
         ptx::wait_at_least(is_made(entry + idx * step), 1);
@@ -72,8 +74,9 @@ struct WyChain : Chain<kRows, false> {
         for (; told < left; ++told) ptx::add_release(slabs_left(entry + told * step), 1);
       }
     }
-    __syncwarp();
-    ptx::raise_registers<128>();
+    // Not before the state warps have given back theirs, for which they waited above.
+    ptx::barrier_sync(kChainBarrier, kThreads);
+    ptx::raise_registers<kAtStart>();
   }
 
  private:

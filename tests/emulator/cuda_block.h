@@ -71,6 +71,7 @@ struct Thread {
   std::deque<std::vector<Copy>> groups;
   bool has_arrived = false;         // at the cluster's barrier, and has not waited yet
   uint64_t cluster_generation = 0;  // in which it has
+  int registers = 0;                // beyond those it started with
 };
 
 // All 32 lanes meet here; the last one to come does the work of all.
@@ -105,6 +106,7 @@ struct Block {
   int count = 0;                                     // of __syncthreads_count
   Thread* current = nullptr;
   bool lands_early = false;  // asynchronous copies: at once, or when they are waited for
+  int spare_registers = 0;   // that threads have given up
 };
 
 // What runs: the blocks of a cluster.
@@ -161,6 +163,7 @@ inline void Start(Block& b, uint32_t threads) {
   b.warps.assign(threads / kWarp, Meeting());
   for (Barrier& each : b.barriers) each = Barrier();
   b.mbarriers.clear();
+  b.spare_registers = 0;
   b.alive = threads;
   if (b.fibers.size() != threads) b.fibers = std::vector<Thread>(threads);
   for (uint32_t i = 0; i < threads; ++i) {
@@ -303,6 +306,16 @@ T* SharedOf(Block& b, uint32_t address, size_t alignment) {
 template <typename T>
 T* Shared(uint32_t address, size_t alignment) {
   return SharedOf<T>(block(), address, alignment);
+}
+
+// "setmaxnreg", a thread at a time: `registers` more or fewer than it started with.
+inline void SetRegisters(int registers) {
+  Block& b = block();
+  const int more = registers - b.current->registers;
+  while (more > b.spare_registers) Yield();
+  b.spare_registers -= more;
+  b.current->registers = registers;
+  machine().has_progress = true;
 }
 
 // Addresses in another block's shared memory carry its rank above these bits.

@@ -15,6 +15,7 @@ T load_l2(const T* pointer) {
 template <int kRegisters>
 void raise_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg");
+  emulator::SetRegisters(kRegisters - 128);  // kernels here start with so many
 }
 
 template <int kRegisters>
