@@ -25,7 +25,8 @@ constexpr int kPipelineThreads = 256;
 // Warps 0 to 3 take the state through the chunks: warp w has tokens from 16 w on of U, and columns
 // from 32 w on of the state. What they read of the workspace goes to registers, a product ahead.
 // Warp 4 waits for entries, warp 5 tells that states and U are there, and how far each is stands in
-// shared memory; the others do nothing.
+// shared memory; warp 6 fetches entries into L2 again, which may have left it since they were made,
+// one of a head's blocks a part of each: a product is not ahead enough of DRAM.
 //
 // Barriers: 5 (all warps) twice; 1 (state warps) twice a chunk.
 template <int kRows>
@@ -40,6 +41,7 @@ struct WyChain : Chain<kRows, false> {
   static constexpr int kWords = kU + States::kTokensBytes;  // entries that are there; those left
   // Registers of a thread that the kernel starts with, and of one of a state warp.
   static constexpr int kAtStart = 128, kMore = 200;
+  static constexpr int kFetchAhead = 6;  // chunks
   static constexpr int kSharedBytes = kWords + 4 * (1 + kStateWarps) + 12;
 
   // Takes the state through `tokens`, as `Sequence::advance` does; every thread of the block.
@@ -52,9 +54,10 @@ struct WyChain : Chain<kRows, false> {
     ptx::barrier_sync(kChainBarrier, kThreads);
     unsigned char* entry = find_wy(block.p, first_number, block.head);
     const int64_t step = int64_t{block.p.num_v_heads} * kWyBytes;
+    const uint32_t slab = block.column / 16;
     if (warp < kStateWarps) {
       ptx::raise_registers<kMore>();
-      carry(S, entry, step, block.column / 16, num_chunks);
+      carry(S, entry, step, slab, num_chunks);
       ptx::lower_registers<kAtStart>();
       ptx::barrier_sync(kChainBarrier, kThreads);
       return;
@@ -73,6 +76,11 @@ struct WyChain : Chain<kRows, false> {
         }
         for (; told < left; ++told) ptx::add_release(slabs_left(entry + told * step), 1);
       }
+    } else if (warp == kStateWarps + 2) {
+      for (int32_t idx = 2; idx < num_chunks; ++idx) {
+        ptx::wait_shared_at_least(word(1), max(idx - kFetchAhead, 0));
+        fetch(entry + idx * step, slab);
+      }
     }
     // Not before the state warps have given back theirs, for which they waited above.
     ptx::barrier_sync(kChainBarrier, kThreads);
@@ -83,7 +91,20 @@ struct WyChain : Chain<kRows, false> {
   __device__ __forceinline__ uint32_t word(int i) const {
     return ptx::shared_address(this->base + kWords) + 4 * i;
   }
-  __device__ __forceinline__ unsigned char* u() const { return this->base + kU; }
+
+  // By a warp: this block's part of keys and columns, and its values.
+  static __device__ __forceinline__ void fetch(const unsigned char* entry, uint32_t slab) {
+    constexpr int kLine = 128, kPart = kWyValues / (kHeadSize / 16);  // bytes for 16 rows
+    const uint32_t at = threadIdx.x % kWarpSize * kLine;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      ptx::prefetch_l2(entry + (slab + r) * kPart + at);
+      static_assert(kPart == kWarpSize * kLine, "a line a lane");
+      if (at < kSteps * kFragmentBytes) {
+        ptx::prefetch_l2(entry + kWyValues + (slab + r) * kSteps * kFragmentBytes + at);
+      }
+    }
+  }
 
   // What a state warp reads of an entry: for its tokens, and for its columns.
   struct ForTokens {
@@ -95,73 +116,102 @@ struct WyChain : Chain<kRows, false> {
     float2 all;      // the bits of `first_bad`, and the chunk's decay
   };
 
-  static __device__ __forceinline__ void load(ForTokens& x, unsigned char* entry, uint32_t slab) {
-    const uint32_t warp = threadIdx.x / kWarpSize;
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
-      x.keys[step] = ptx::load_l2(fragment_at(entry + kWyKeys, kKeySteps * warp + step));
-    }
-#pragma unroll
-    for (int r = 0; r < kTiles; ++r) {
-      x.values[r] = ptx::load_l2(fragment_at(entry + kWyValues, kSteps * (slab + r) + warp));
-    }
+  static __device__ __forceinline__ uint4 load(const unsigned char* from) {
+    return ptx::load_l2(reinterpret_cast<const uint4*>(from));
   }
 
-  static __device__ __forceinline__ void load(ForColumns& x, unsigned char* entry) {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  // `entry`: from 16 times the lane on.
+  static __device__ __forceinline__ void load(ForTokens& x, const unsigned char* entry,
+                                              uint32_t slab, uint32_t warp) {
+    const unsigned char* keys = entry + kWyKeys + kKeySteps * warp * kFragmentBytes;
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) x.keys[i] = load(keys + i * kFragmentBytes);
+    const unsigned char* values = entry + kWyValues + (kSteps * slab + warp) * kFragmentBytes;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) x.values[r] = load(values + kSteps * r * kFragmentBytes);
+  }
+
+  static __device__ __forceinline__ void load(ForColumns& x, const unsigned char* entry,
+                                              uint32_t warp, uint32_t lane) {
+    const unsigned char* columns = entry + kWyColumns + kSteps * 2 * warp * kFragmentBytes;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      const uint32_t idx = kSteps * (2 * warp + i % 2) + i / 2;
-      x.columns[i % 2][i / 2] = ptx::load_l2(fragment_at(entry + kWyColumns, idx));
+      x.columns[i % 2][i / 2] = load(columns + (kSteps * (i % 2) + i / 2) * kFragmentBytes);
     }
-    const auto* gates = reinterpret_cast<const ChunkGates*>(entry + kWyGates);
+    const unsigned char* gates = entry + kWyGates - 16 * lane;
+    const uint32_t rest = offsetof(ChunkGates, to_end) + 4 * (16 * warp + lane % 4 * 2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      x.rest[h] = ptx::load_l2(
-          reinterpret_cast<const float2*>(gates->to_end + 16 * warp + 8 * h + lane % 4 * 2));
+      x.rest[h] = ptx::load_l2(reinterpret_cast<const float2*>(gates + rest + 32 * h));
     }
     static_assert(offsetof(ChunkGates, all) == offsetof(ChunkGates, first_bad) + 4, "a pair");
-    x.all = ptx::load_l2(reinterpret_cast<const float2*>(&gates->first_bad));
+    x.all = ptx::load_l2(reinterpret_cast<const float2*>(gates + offsetof(ChunkGates, first_bad)));
   }
 
+  // A state warp's place: in shared memory, and where in fragments its lane has its part.
+  struct At {
+    uint32_t warp, lane, shared;
+
+    __device__ __forceinline__ uint32_t state(int idx) const {
+      return shared + idx * kFragmentBytes;
+    }
+    __device__ __forceinline__ uint32_t update(int idx) const { return state(idx) + kU; }
+  };
+
   // For the next product, and for the output.
-  __device__ __forceinline__ void publish(const float (&S)[kTiles][4][4],
-                                          unsigned char* states) const {
-    const uint32_t warp = threadIdx.x / kWarpSize;
+  static __device__ __forceinline__ void publish(const At& at, const float (&S)[kTiles][4][4],
+                                                 unsigned char* states) {
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const uint32_t idx = 8 * r + 2 * warp + j;
+        const uint32_t own = 2 * at.warp * kFragmentBytes;
         const uint4 words = States::pack(S[r][2 * j], S[r][2 * j + 1]);
-        *States::fragment(this->base, idx) = words;
-        *fragment_at(states, idx) = words;
+        ptx::store_shared(at.state(8 * r + j) + own, words);
+        *reinterpret_cast<uint4*>(states + (8 * r + j) * kFragmentBytes + own) = words;
       }
     }
   }
 
+  static __device__ __forceinline__ void spread(uint32_t (&a)[4], uint4 words) {
+    a[0] = words.x;
+    a[1] = words.y;
+    a[2] = words.z;
+    a[3] = words.w;
+  }
+
   __device__ __forceinline__ void carry(float (&S)[kTiles][4][4], unsigned char* entry,
                                         int64_t step, uint32_t slab, int32_t num_chunks) const {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    At at{threadIdx.x / kWarpSize, threadIdx.x % kWarpSize, ptx::shared_address(this->base)};
+    at = {ptx::made_here(at.warp), ptx::made_here(at.lane),
+          ptx::made_here(at.shared + 16 * at.lane)};
+    const uint32_t there = ptx::made_here(word(0)), left = there + 4 * (1 + at.warp);
     const uint32_t states = kWyStates + slab * 8 * kFragmentBytes;
-    const uint32_t updates = kWyUpdates + slab * 4 * kFragmentBytes;
+    const uint32_t updates = kWyUpdates + (slab * 4 + at.warp) * kFragmentBytes;
+    entry += 16 * at.lane;
     ForTokens tokens;
     ForColumns columns;
-    publish(S, entry + states);
-    ptx::wait_shared_at_least(word(0), 1);
-    load(tokens, entry, slab);
-    load(columns, entry);
+    publish(at, S, entry + states);
+    int32_t num_there = ptx::wait_shared_at_least(there, 1);
+    load(tokens, entry, slab, at.warp);
+    load(columns, entry, at.warp, at.lane);
     ptx::barrier_sync(kStateBarrier, kStateThreads);
 #pragma unroll 1
     for (int32_t idx = 0; idx < num_chunks; ++idx) {
       const bool is_last = idx + 1 == num_chunks;
+      // A token whose beta or system is not finite need be no NaN of U.
+      const bool is_bad = __float_as_uint(columns.all.x) < kChunk;
+      const float decay = is_bad ? NAN : columns.all.y;
       float U[kTiles][2][4];
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
+        uint4 a[kKeySteps];
+#pragma unroll
+        for (int s = 0; s < kKeySteps; ++s) a[s] = ptx::load_shared(at.state(8 * r + s));
         // In two parts, since each product waits for the one that it adds to.
         float other[2][4] = {};
-        const uint32_t values[4] = {tokens.values[r].x, tokens.values[r].y, tokens.values[r].z,
-                                    tokens.values[r].w};
+        uint32_t values[4];
+        spread(values, tokens.values[r]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           U[r][i / 2][i % 2 * 2] = low_half(values[i]);
@@ -169,18 +219,20 @@ struct WyChain : Chain<kRows, false> {
         }
 #pragma unroll
         for (int s = 0; s < kKeySteps; ++s) {
-          uint32_t a[4];
-          States::load_fragment(a, this->base, 8 * r + s);
+          uint32_t words[4];
+          spread(words, a[s]);
           float (&sum)[2][4] = s % 2 == 0 ? U[r] : other;
-          ptx::mma_bf16(sum[0], a, tokens.keys[s].x, tokens.keys[s].y);
-          ptx::mma_bf16(sum[1], a, tokens.keys[s].z, tokens.keys[s].w);
+          ptx::mma_bf16(sum[0], words, tokens.keys[s].x, tokens.keys[s].y);
+          ptx::mma_bf16(sum[1], words, tokens.keys[s].z, tokens.keys[s].w);
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) U[r][i / 4][i % 4] += other[i / 4][i % 4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= decay;  // while products are under way
       }
       if (!is_last) {
-        ptx::wait_shared_at_least(word(0), idx + 2);
-        load(tokens, entry + step, slab);
+        if (num_there < idx + 2) num_there = ptx::wait_shared_at_least(there, idx + 2);
+        load(tokens, entry + step, slab, at.warp);
       }
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
@@ -190,36 +242,42 @@ struct WyChain : Chain<kRows, false> {
           const float2 rest = columns.rest[i / 4];
           scaled[i / 4][i % 4] = (i % 2 == 0 ? rest.x : rest.y) * U[r][i / 4][i % 4];
         }
-        *States::fragment(u(), 4 * r + warp) = States::pack(scaled[0], scaled[1]);
-        *fragment_at(entry + updates, 4 * r + warp) = States::pack(U[r][0], U[r][1]);
+        ptx::store_shared(at.update(4 * r) + at.warp * kFragmentBytes,
+                          States::pack(scaled[0], scaled[1]));
       }
-      __syncwarp();
-      if (lane == 0) ptx::store_release(word(1 + warp), idx + 1);
       ptx::barrier_sync(kStateBarrier, kStateThreads);
 
-      // A token whose beta or system is not finite need be no NaN of U.
-      const bool is_bad = __float_as_uint(columns.all.x) < kChunk;
-      const float decay = is_bad ? NAN : columns.all.y;
+      uint4 update[kTiles][kSteps];
 #pragma unroll
-      for (int i = 0; i < 16 * kTiles; ++i) S[i / 16][i / 4 % 4][i % 4] *= decay;
+      for (int i = 0; i < kTiles * kSteps; ++i) {
+        update[i / kSteps][i % kSteps] = ptx::load_shared(at.update(i));
+      }
+      // Here, where nobody waits for it.
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+        *reinterpret_cast<uint4*>(entry + updates + 4 * r * kFragmentBytes) =
+            States::pack(U[r][0], U[r][1]);
+      }
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
         for (int r = 0; r < kTiles; ++r) {
-          uint32_t a[4];
-          States::load_fragment(a, u(), 4 * r + s);
+          uint32_t words[4];
+          spread(words, update[r][s]);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const uint4 b = columns.columns[j][s];
-            ptx::mma_bf16(S[r][2 * j], a, b.x, b.y);
-            ptx::mma_bf16(S[r][2 * j + 1], a, b.z, b.w);
+            ptx::mma_bf16(S[r][2 * j], words, b.x, b.y);
+            ptx::mma_bf16(S[r][2 * j + 1], words, b.z, b.w);
           }
         }
       }
+      __syncwarp();
+      if (at.lane == 0) ptx::store_release(left, idx + 1);
       entry += step;
       if (!is_last) {
-        load(columns, entry);
-        publish(S, entry + states);
+        load(columns, entry, at.warp, at.lane);
+        publish(at, S, entry + states);
       }
       ptx::barrier_sync(kStateBarrier, kStateThreads);
     }
@@ -492,21 +550,31 @@ struct Pipeline {
  private:
   __device__ __forceinline__ void run() {
     const uint32_t num_chains = max(p.num_seqs, 1) * p.num_v_heads * kSlabs;
-    int step = 2;
+    const bool is_first = threadIdx.x == 0;
+    // A block makes an entry, whoever it is: the chains want the first ones first. Some of those
+    // that come first, which are on different SMs, take a chain then; the very first one of all
+    // does not.
+    int step = 1;
+    uint32_t next = 0;
     if (p.num_seqs > 0) {
       order.rank(reinterpret_cast<int32_t*>(shared));
       ptx::wait_for_dependency();
-      // Blocks that start first are on different SMs. One of them makes entries, whatever comes.
-      const uint32_t ticket = take(kBlocks);
-      step = ticket >= 1 && ticket <= min(num_chains, gridDim.x / 2) ? 0 : 1;
+      uint32_t came = is_first ? fetch(kBlocks) : 0;
+      next = is_first ? fetch(kEntries) : 0;
+      came = hand_out(came);
+      const uint32_t of_two = 2u * p.num_v_heads * kSlabs;  // sequences
+      const uint32_t most = min(min(num_chains, gridDim.x / 2), of_two);
+      step = came >= 1 && came <= most ? 0 : 2;
     }
-#pragma unroll 1  // states have one place in the code
-    for (; step < 4; ++step) {
-      if (step % 2 == 0) {
+    Order::At at;
+#pragma unroll 1  // each kind of work has one place in the code
+    for (; step < 5; ++step) {
+      if (step % 2 == 1) {
         carry_states(num_chains);
         if (p.num_seqs == 0) return;
-      } else if (step == 1) {
-        make_entries();
+        if (step == 1 && is_first) next = fetch(kEntries);
+      } else if (step < 4) {
+        make_entries(&at, next, step == 0 ? 1 : UINT32_MAX);
       } else {
         make_output();
       }
@@ -529,21 +597,20 @@ struct Pipeline {
     return *taken;
   }
 
-  // `visit(chunk, head, entry)` of those chunks and heads that a queue gives this block; the
-  // queue's next number is on its way meanwhile.
+  // `visit(chunk, head, entry)` of those chunks and heads that a queue gives this block, `most` of
+  // them. `next`: what it has given already; the one behind is on its way meanwhile.
   template <typename F>
-  __device__ __forceinline__ void each_chunk(Queue queue, F visit) const {
-    Order::At at;
-    uint32_t next = threadIdx.x == 0 ? fetch(queue) : 0;
-    while (true) {
+  __device__ __forceinline__ void each_chunk(Queue queue, Order::At* at, uint32_t next,
+                                             uint32_t most, F visit) const {
+    for (uint32_t count = 0; count < most; ++count) {
       const uint32_t idx = hand_out(next);
       const uint32_t head = idx % p.num_v_heads;
       int32_t number;
       bool is_end;
       const Chunk chunk =
-          order.find(static_cast<int32_t>(idx / p.num_v_heads), &at, &number, &is_end);
+          order.find(static_cast<int32_t>(idx / p.num_v_heads), at, &number, &is_end);
       if (is_end) return;
-      if (threadIdx.x == 0) next = fetch(queue);
+      if (threadIdx.x == 0 && count + 1 < most) next = fetch(queue);
       if (chunk.length > 0) visit(chunk, head, find_wy(p, number, head));
     }
   }
@@ -552,8 +619,8 @@ struct Pipeline {
     return gdn::find_q_head(head, p.num_v_heads, p.num_q_heads);
   }
 
-  __device__ __forceinline__ void make_entries() const {
-    each_chunk(kEntries, [&](Chunk chunk, uint32_t head, unsigned char* entry) {
+  __device__ __forceinline__ void make_entries(Order::At* at, uint32_t next, uint32_t most) const {
+    each_chunk(kEntries, at, next, most, [&](Chunk chunk, uint32_t head, unsigned char* entry) {
       const RawGates raw = load_chunk<kAligned>(p, head, q_head_of(head), chunk, shared);
       make_wy<kAligned>(p, head, chunk, raw, entry, shared);
       __syncthreads();
@@ -572,12 +639,15 @@ struct Pipeline {
   }
 
   __device__ __forceinline__ void make_output() const {
-    each_chunk(kOutputs, [&](Chunk chunk, uint32_t head, unsigned char* entry) {
-      const SlotIndex slot = load_slot(p.read_indices, p.index_words, p.read_stride, chunk.seq);
-      // The chain of a padding sequence has cleared its output, and leaves no states.
-      if (!is_slot(slot, p.index_words, p.num_slots)) return;
-      Chunks{p, shared, head, q_head_of(head)}.make(chunk, entry, kSlabs);
-    });
+    Order::At at;
+    const uint32_t next = threadIdx.x == 0 ? fetch(kOutputs) : 0;
+    each_chunk(
+        kOutputs, &at, next, UINT32_MAX, [&](Chunk chunk, uint32_t head, unsigned char* entry) {
+          const SlotIndex slot = load_slot(p.read_indices, p.index_words, p.read_stride, chunk.seq);
+          // The chain of a padding sequence has cleared its output, and leaves no states.
+          if (!is_slot(slot, p.index_words, p.num_slots)) return;
+          Chunks{p, shared, head, q_head_of(head)}.make(chunk, entry, kSlabs);
+        });
   }
 };
 

@@ -35,6 +35,29 @@ __device__ __forceinline__ float2 load_l2(const float2* pointer) {
   return x;
 }
 
+// "ld.shared" and "st.shared" of 16 bytes; loads are issued where they stand.
+__device__ __forceinline__ uint4 load_shared(uint32_t shared) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// The same value, of which the compiler does not know where it is from: what is made of it here is
+// not kept, and spilled, since long before.
+__device__ __forceinline__ uint32_t made_here(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- registers ("setmaxnreg", sm_90a and sm_100a)
 // ------------------------------------------------
 

@@ -12,6 +12,12 @@ T load_l2(const T* pointer) {
   return *pointer;
 }
 
+inline uint4 load_shared(uint32_t shared) { return *emulator::Shared<uint4>(shared, 16); }
+
+inline void store_shared(uint32_t shared, uint4 x) { *emulator::Shared<uint4>(shared, 16) = x; }
+
+inline uint32_t made_here(uint32_t x) { return x; }
+
 template <int kRegisters>
 void raise_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg");
