@@ -23,12 +23,16 @@ constexpr int kPipelineThreads = 256;
 // ---- the chain ----------------------------------------------------------------------------------
 
 // Warps 0 to 3 take the state through the chunks: warp w has tokens from 16 w on of U, and columns
-// from 32 w on of the state. What they read of the workspace goes to registers, a product ahead.
+// from 32 w on of the state. Operands of the first product go from the workspace to registers, as
+// soon as those of the chunk before have been read; those of the second one, and the gates, through
+// shared memory, `kStages` chunks of them. Not to registers, too: the compiler waits for all loads
+// that are on their way at once, the newest of which had set out 200 cycles ago.
 // Warp 4 waits for entries, warp 5 tells that states and U are there, and how far each is stands in
-// shared memory; warp 6 fetches entries into L2 again, which may have left it since they were made,
-// one of a head's blocks a part of each: a product is not ahead enough of DRAM.
+// shared memory. Warps 6 and 7 copy, and fetch entries into L2 again, which may have left it since
+// they were made, each of a head's blocks a part of them: a product is not ahead enough of DRAM.
 //
-// Barriers: 5 (all warps) twice; 1 (state warps) twice a chunk.
+// Barriers: 5 (all warps) twice; 1 (state warps) twice a chunk. mbarriers of each stage: its inputs
+// are there (copying threads), have been read (state threads).
 template <int kRows>
 struct WyChain : Chain<kRows, false> {
   using States = Chain<kRows, false>;
@@ -42,7 +46,13 @@ struct WyChain : Chain<kRows, false> {
   // Registers of a thread that the kernel starts with, and of one of a state warp.
   static constexpr int kAtStart = 128, kMore = 200;
   static constexpr int kFetchAhead = 6;  // chunks
-  static constexpr int kSharedBytes = kWords + 4 * (1 + kStateWarps) + 12;
+  static constexpr int kStages = 3, kCopyThreads = 2 * kWarpSize;
+  static constexpr int kBarriers = kWords + 4 * (1 + kStateWarps) + 12;
+  static constexpr int kColumns = (kBarriers + 16 * kStages + 127) / 128 * 128;
+  static constexpr int kColumnsBytes = kWyValues - kWyColumns;
+  static constexpr int kGates = kColumns + kStages * kColumnsBytes;
+  static constexpr int kGatesBytes = kGatesPieces * 16;
+  static constexpr int kSharedBytes = kGates + kStages * kGatesBytes;
 
   // Takes the state through `tokens`, as `Sequence::advance` does; every thread of the block.
   template <typename Block>
@@ -51,6 +61,13 @@ struct WyChain : Chain<kRows, false> {
                                           int64_t first_number) const {
     const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x <= kStateWarps) ptx::store_release(word(threadIdx.x), 0);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        ptx::mbarrier_init(there(i), kCopyThreads);
+        ptx::mbarrier_init(read(i), kStateThreads);
+      }
+    }
     ptx::barrier_sync(kChainBarrier, kThreads);
     unsigned char* entry = find_wy(block.p, first_number, block.head);
     const int64_t step = int64_t{block.p.num_v_heads} * kWyBytes;
@@ -60,6 +77,10 @@ struct WyChain : Chain<kRows, false> {
       carry(S, entry, step, slab, num_chunks);
       ptx::lower_registers<kAtStart>();
       ptx::barrier_sync(kChainBarrier, kThreads);
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * kStages; ++i) ptx::mbarrier_invalidate(there(0) + 8 * i);
+      }
       return;
     }
     ptx::lower_registers<2 * kAtStart - kMore>();
@@ -76,11 +97,16 @@ struct WyChain : Chain<kRows, false> {
         }
         for (; told < left; ++told) ptx::add_release(slabs_left(entry + told * step), 1);
       }
-    } else if (warp == kStateWarps + 2) {
-      for (int32_t idx = 2; idx < num_chunks; ++idx) {
-        ptx::wait_shared_at_least(word(1), max(idx - kFetchAhead, 0));
-        fetch(entry + idx * step, slab);
+    } else if (warp >= kStateWarps + 2) {
+      for (int32_t idx = 0; idx < num_chunks; ++idx) {
+        ptx::wait_shared_at_least(word(0), idx + 1);
+        if (idx >= kStages) ptx::mbarrier_wait(read(idx), (idx / kStages - 1) % 2);
+        copy(entry + idx * step, idx);
+        const int32_t ahead = idx + kFetchAhead;
+        if (warp == kStateWarps + 2 && ahead < num_chunks) fetch(entry + ahead * step, slab);
       }
+      ptx::copy_commit();
+      ptx::copy_wait<0>();
     }
     // Not before the state warps have given back theirs, for which they waited above.
     ptx::barrier_sync(kChainBarrier, kThreads);
@@ -90,6 +116,28 @@ struct WyChain : Chain<kRows, false> {
  private:
   __device__ __forceinline__ uint32_t word(int i) const {
     return ptx::shared_address(this->base + kWords) + 4 * i;
+  }
+
+  __device__ __forceinline__ uint32_t there(int32_t idx) const {
+    return ptx::shared_address(this->base + kBarriers) + 8 * (idx % kStages);
+  }
+  __device__ __forceinline__ uint32_t read(int32_t idx) const { return there(idx) + 8 * kStages; }
+
+  // Columns and gates, by the copying warps.
+  __device__ __forceinline__ void copy(const unsigned char* entry, int32_t idx) const {
+    const uint32_t thread = threadIdx.x - (kThreads - kCopyThreads);
+    const uint32_t base = ptx::shared_address(this->base), stage = idx % kStages;
+    const uint32_t columns = base + kColumns + stage * kColumnsBytes;
+    const uint32_t gates = base + kGates + stage * kGatesBytes;
+#pragma unroll
+    for (int i = 0; i < kColumnsBytes / 16 / kCopyThreads; ++i) {
+      const uint32_t at = 16 * (kCopyThreads * i + thread);
+      ptx::copy_async(columns + at, entry + kWyColumns + at, 16);
+    }
+    for (uint32_t i = thread; i < kGatesPieces; i += kCopyThreads) {
+      ptx::copy_async(gates + 16 * i, entry + kWyGates + 16 * i, 16);
+    }
+    ptx::copy_arrive(there(idx));
   }
 
   // By a warp: this block's part of keys and columns, and its values.
@@ -106,16 +154,10 @@ struct WyChain : Chain<kRows, false> {
     }
   }
 
-  // What a state warp reads of an entry: for its tokens, and for its columns.
+  // What a state warp reads of an entry for its tokens.
   struct ForTokens {
     uint4 keys[kKeySteps], values[kTiles];
   };
-  struct ForColumns {
-    uint4 columns[2][kSteps];
-    float2 rest[2];  // decays from its tokens to the chunk's end
-    float2 all;      // the bits of `first_bad`, and the chunk's decay
-  };
-
   static __device__ __forceinline__ uint4 load(const unsigned char* from) {
     return ptx::load_l2(reinterpret_cast<const uint4*>(from));
   }
@@ -131,23 +173,6 @@ struct WyChain : Chain<kRows, false> {
     for (int r = 0; r < kTiles; ++r) x.values[r] = load(values + kSteps * r * kFragmentBytes);
   }
 
-  static __device__ __forceinline__ void load(ForColumns& x, const unsigned char* entry,
-                                              uint32_t warp, uint32_t lane) {
-    const unsigned char* columns = entry + kWyColumns + kSteps * 2 * warp * kFragmentBytes;
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      x.columns[i % 2][i / 2] = load(columns + (kSteps * (i % 2) + i / 2) * kFragmentBytes);
-    }
-    const unsigned char* gates = entry + kWyGates - 16 * lane;
-    const uint32_t rest = offsetof(ChunkGates, to_end) + 4 * (16 * warp + lane % 4 * 2);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      x.rest[h] = ptx::load_l2(reinterpret_cast<const float2*>(gates + rest + 32 * h));
-    }
-    static_assert(offsetof(ChunkGates, all) == offsetof(ChunkGates, first_bad) + 4, "a pair");
-    x.all = ptx::load_l2(reinterpret_cast<const float2*>(gates + offsetof(ChunkGates, first_bad)));
-  }
-
   // A state warp's place: in shared memory, and where in fragments its lane has its part.
   struct At {
     uint32_t warp, lane, shared;
@@ -156,6 +181,10 @@ struct WyChain : Chain<kRows, false> {
       return shared + idx * kFragmentBytes;
     }
     __device__ __forceinline__ uint32_t update(int idx) const { return state(idx) + kU; }
+    // Of its 32 columns of a stage.
+    __device__ __forceinline__ uint32_t columns(int32_t stage) const {
+      return shared + kColumns + stage * kColumnsBytes + 2 * kSteps * warp * kFragmentBytes;
+    }
   };
 
   // For the next product, and for the output.
@@ -185,23 +214,30 @@ struct WyChain : Chain<kRows, false> {
     At at{threadIdx.x / kWarpSize, threadIdx.x % kWarpSize, ptx::shared_address(this->base)};
     at = {ptx::made_here(at.warp), ptx::made_here(at.lane),
           ptx::made_here(at.shared + 16 * at.lane)};
-    const uint32_t there = ptx::made_here(word(0)), left = there + 4 * (1 + at.warp);
+    const uint32_t made = ptx::made_here(word(0)), left = made + 4 * (1 + at.warp);
     const uint32_t states = kWyStates + slab * 8 * kFragmentBytes;
     const uint32_t updates = kWyUpdates + (slab * 4 + at.warp) * kFragmentBytes;
     entry += 16 * at.lane;
     ForTokens tokens;
-    ForColumns columns;
     publish(at, S, entry + states);
-    int32_t num_there = ptx::wait_shared_at_least(there, 1);
+    int32_t num_made = ptx::wait_shared_at_least(made, 1);
     load(tokens, entry, slab, at.warp);
-    load(columns, entry, at.warp, at.lane);
     ptx::barrier_sync(kStateBarrier, kStateThreads);
 #pragma unroll 1
     for (int32_t idx = 0; idx < num_chunks; ++idx) {
       const bool is_last = idx + 1 == num_chunks;
+      const int32_t stage = idx % kStages;
+      ptx::mbarrier_wait(there(idx), idx / kStages % 2);
+      const auto* gates =
+          reinterpret_cast<const ChunkGates*>(this->base + kGates + stage * kGatesBytes);
       // A token whose beta or system is not finite need be no NaN of U.
-      const bool is_bad = __float_as_uint(columns.all.x) < kChunk;
-      const float decay = is_bad ? NAN : columns.all.y;
+      const float decay = gates->first_bad < kChunk ? NAN : gates->all;
+      float2 rest[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        rest[h] = *reinterpret_cast<const float2*>(gates->to_end + 16 * at.warp + 8 * h +
+                                                   at.lane % 4 * 2);
+      }
       float U[kTiles][2][4];
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
@@ -231,7 +267,7 @@ struct WyChain : Chain<kRows, false> {
         for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= decay;  // while products are under way
       }
       if (!is_last) {
-        if (num_there < idx + 2) num_there = ptx::wait_shared_at_least(there, idx + 2);
+        if (num_made < idx + 2) num_made = ptx::wait_shared_at_least(made, idx + 2);
         load(tokens, entry + step, slab, at.warp);
       }
 #pragma unroll
@@ -239,12 +275,18 @@ struct WyChain : Chain<kRows, false> {
         float scaled[2][4];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float2 rest = columns.rest[i / 4];
-          scaled[i / 4][i % 4] = (i % 2 == 0 ? rest.x : rest.y) * U[r][i / 4][i % 4];
+          const float2 pair = rest[i / 4];
+          scaled[i / 4][i % 4] = (i % 2 == 0 ? pair.x : pair.y) * U[r][i / 4][i % 4];
         }
         ptx::store_shared(at.update(4 * r) + at.warp * kFragmentBytes,
                           States::pack(scaled[0], scaled[1]));
       }
+      uint4 columns[2][kSteps];
+#pragma unroll
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        columns[i / kSteps][i % kSteps] = ptx::load_shared(at.columns(stage) + i * kFragmentBytes);
+      }
+      ptx::mbarrier_arrive_expect(read(idx), 0);
       ptx::barrier_sync(kStateBarrier, kStateThreads);
 
       uint4 update[kTiles][kSteps];
@@ -266,7 +308,7 @@ struct WyChain : Chain<kRows, false> {
           spread(words, update[r][s]);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const uint4 b = columns.columns[j][s];
+            const uint4 b = columns[j][s];
             ptx::mma_bf16(S[r][2 * j], words, b.x, b.y);
             ptx::mma_bf16(S[r][2 * j + 1], words, b.z, b.w);
           }
@@ -276,7 +318,6 @@ struct WyChain : Chain<kRows, false> {
       if (at.lane == 0) ptx::store_release(left, idx + 1);
       entry += step;
       if (!is_last) {
-        load(columns, entry, at.warp, at.lane);
         publish(at, S, entry + states);
       }
       ptx::barrier_sync(kStateBarrier, kStateThreads);
@@ -518,7 +559,7 @@ struct Order {
 
 template <int kRows, bool kAligned>
 struct Pipeline {
-  using Rows = Sequence<kRows, 1, Maker::kKernel, kAligned, WyChain<kRows>>;
+  using Rows = Sequence<kRows, 0, Maker::kKernel, kAligned, WyChain<kRows>>;
   using Chunks = WyOutput<kAligned>;
   static constexpr int kThreads = kPipelineThreads, kSlabs = kHeadSize / kRows;
   static constexpr int kWork = (kPrepareScratch + 15) / 16 * 16;

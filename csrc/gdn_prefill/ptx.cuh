@@ -19,6 +19,16 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
+// "cp.async.mbarrier.arrive": arrives once, when this thread's copies before it are complete.
+__device__ __forceinline__ void copy_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// "mbarrier.inval": its memory may be used otherwise, or for another one.
+__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // "ld", cache operator .cg: past L1, where another SM's store would not be seen. Volatile, so that
 // it is issued where it stands.
 __device__ __forceinline__ uint4 load_l2(const uint4* pointer) {
@@ -26,12 +36,6 @@ __device__ __forceinline__ uint4 load_l2(const uint4* pointer) {
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(pointer));
-  return x;
-}
-
-__device__ __forceinline__ float2 load_l2(const float2* pointer) {
-  float2 x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(pointer));
   return x;
 }
 

@@ -34,7 +34,8 @@ __device__ __forceinline__ void copy_values(unsigned char* tile, const Params& p
 // round ahead of the chain; or an earlier kernel. The latter two leave them in the workspace.
 enum class Maker { kBlock, kCluster, kKernel };
 
-// Shared memory, and what fills it. `Way`: how the state passes through the chunks.
+// Shared memory, and what fills it. `Way`: how the state passes through the chunks. No stages: it
+// brings all of them itself.
 template <int kRows, int kStages, Maker kMaker, bool kAligned, typename Way = Chain<kRows>>
 struct Sequence {
   using Exchange = Way;
@@ -195,12 +196,14 @@ struct Sequence {
       if (idx * kChunk >= tokens.length) return {};
       return load_chunk<kAligned>(p, head, q_head, chunk_of(tokens, idx), shared + kMade);
     }
-    if (!Exchange::kWritesOutput || threadIdx.x < Exchange::kFirstCopyThread) return {};
     RawGates raw = {};
-    if (kFused && is_last_warp()) raw = load_gates(p, head, chunk_of(tokens, 0));
+    if constexpr (Exchange::kWritesOutput) {
+      if (threadIdx.x < Exchange::kFirstCopyThread) return raw;
+      if (kFused && is_last_warp()) raw = load_gates(p, head, chunk_of(tokens, 0));
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i * kChunk < tokens.length) copy_inputs(chunk_of(tokens, i), stage(i));
+      for (int i = 0; i < kStages - 1; ++i) {
+        if (i * kChunk < tokens.length) copy_inputs(chunk_of(tokens, i), stage(i));
+      }
     }
     return raw;
   }

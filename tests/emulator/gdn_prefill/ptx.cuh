@@ -12,6 +12,31 @@ T load_l2(const T* pointer) {
   return *pointer;
 }
 
+inline void copy_arrive(uint32_t barrier) {
+  emulator::Block& to = emulator::block();
+  auto land = [&to, barrier, copies = std::move(to.current->open)] {
+    for (const emulator::Copy& each : copies) {
+      std::memcpy(emulator::SharedOf<void>(to, each.shared, 16), each.global, each.bytes);
+    }
+    emulator::TransactionBarrier& found = emulator::FindBarrier(to, barrier);
+    if (found.pending == 0) emulator::Fail("more arrivals at an mbarrier than it counts");
+    --found.pending;
+    emulator::Settle(found);
+  };
+  to.current->open.clear();
+  emulator::machine().has_progress = true;  // by what is on its way
+  if (to.lands_early) {
+    land();
+  } else {
+    emulator::machine().sent.push_back(land);
+  }
+}
+
+inline void mbarrier_invalidate(uint32_t barrier) {
+  emulator::FindBarrier(emulator::block(), barrier);
+  emulator::block().mbarriers.erase(barrier);
+}
+
 inline uint4 load_shared(uint32_t shared) { return *emulator::Shared<uint4>(shared, 16); }
 
 inline void store_shared(uint32_t shared, uint4 x) { *emulator::Shared<uint4>(shared, 16) = x; }
