@@ -84,10 +84,17 @@ struct WyChain : Chain<kRows, false> {
       return;
     }
     ptx::lower_registers<2 * kAtStart - kMore>();
-    if (warp == kStateWarps && lane == 0) {
-      for (int32_t idx = 0; idx < num_chunks; ++idx) {
-        ptx::wait_at_least(is_made(entry + idx * step), 1);
-        ptx::store_release(word(0), idx + 1);
+    if (warp == kStateWarps) {
+      // A lane an entry, once there is one: a look takes as long as the chain for a chunk.
+      for (int32_t made = 0; made < num_chunks;) {
+        if (lane == 0) ptx::wait_at_least(is_made(entry + made * step), 1);
+        __syncwarp();
+        const int32_t idx = made + static_cast<int32_t>(lane);
+        const bool is_there =
+            idx < num_chunks && ptx::load_acquire(is_made(entry + idx * step)) != 0;
+        const int32_t more = __ffs(~__ballot_sync(0xffffffffu, is_there)) - 1;
+        made += more < 0 ? kWarpSize : more;
+        if (lane == 0) ptx::store_release(word(0), made);
       }
     } else if (warp == kStateWarps + 1 && lane == 0) {
       for (uint32_t told = 0; told < static_cast<uint32_t>(num_chunks);) {
@@ -95,7 +102,8 @@ struct WyChain : Chain<kRows, false> {
         for (int w = 0; w < kStateWarps; ++w) {
           left = min(left, ptx::wait_shared_at_least(word(1 + w), told + 1));
         }
-        for (; told < left; ++told) ptx::add_release(slabs_left(entry + told * step), 1);
+        ptx::fence_gpu();
+        for (; told < left; ++told) ptx::add(slabs_left(entry + told * step), 1);
       }
     } else if (warp >= kStateWarps + 2) {
       for (int32_t idx = 0; idx < num_chunks; ++idx) {

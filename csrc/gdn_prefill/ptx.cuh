@@ -94,12 +94,26 @@ __device__ __forceinline__ void add_release(uint32_t* word, uint32_t x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
 }
 
-// "ld.acquire": until another block has made it at least `least`.
-__device__ __forceinline__ void wait_at_least(const uint32_t* word, uint32_t least) {
+// "ld.acquire".
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   uint32_t x;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
-  } while (x < least);
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(word) : "memory");
+  return x;
+}
+
+// "fence.acq_rel": what this thread has written, or seen written, before is visible to whoever sees
+// what it writes behind.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// "red" that orders nothing.
+__device__ __forceinline__ void add(uint32_t* word, uint32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
+}
+
+// Until another block has made it at least `least`.
+__device__ __forceinline__ void wait_at_least(const uint32_t* word, uint32_t least) {
+  while (load_acquire(word) < least) {
+  }
 }
 
 // The same of a word in shared memory, for warps of a block; gives the value seen.

@@ -494,4 +494,6 @@ inline uint32_t __float_as_uint(float x) {
   return y;
 }
 
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
 inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }

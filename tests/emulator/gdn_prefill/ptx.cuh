@@ -63,6 +63,15 @@ inline uint32_t fetch_add(uint32_t* word, uint32_t x) {
 
 inline void add_release(uint32_t* word, uint32_t x) { fetch_add(word, x); }
 
+inline void add(uint32_t* word, uint32_t x) { fetch_add(word, x); }
+
+inline void fence_gpu() {}
+
+inline uint32_t load_acquire(const uint32_t* word) {
+  emulator::Yield();
+  return *static_cast<const volatile uint32_t*>(word);
+}
+
 inline void wait_at_least(const uint32_t* word, uint32_t least) {
   while (*static_cast<const volatile uint32_t*>(word) < least) emulator::Yield();
 }
