@@ -23,6 +23,7 @@ class Device:
     def __init__(self, late: bool = False) -> None:
         self.log: list[str] = []
         self.lost = False
+        self.is_recording = False
         self._late = late
         self._clock = 0
         self._number = 0
@@ -33,6 +34,8 @@ class Device:
         self._clock += 1
         self.log.append(name)
         self._number += 1
+        if not self.is_recording:
+            return
         number = self._number
         self._launches.append(Launch(self._clock, number))
         start = 1_000_000 * number
@@ -40,6 +43,12 @@ class Device:
 
     def call(self, name: str, duration: int = 1000) -> Callable[[], None]:
         return lambda: self.kernel(name, duration)
+
+    def resume(self) -> None:
+        self.is_recording = True
+
+    def pause(self) -> None:
+        self.is_recording = False
 
     def overwrite_l2(self) -> None:
         self.kernel("flush", 60_000)
@@ -126,6 +135,20 @@ def test_variants_take_turns_on_fresh_sets() -> None:
         iterations=8, warmup=0, seed=3,
     )  # fmt: skip
     assert again.log == device.log
+
+
+def test_records_only_while_it_measures() -> None:
+    """Also where it ends with an error."""
+    device = Device()
+    device.kernel("a draw")
+    cupti.measure({"a": Variant([device.call("a")])}, device, iterations=2)
+    assert not device.is_recording
+    device.kernel("an oracle")
+    assert device.drain(force=True) == ([], [])
+    device.lost = True
+    with pytest.raises(RuntimeError):
+        cupti.measure({"a": Variant([device.call("a")])}, device)
+    assert not device.is_recording
 
 
 def test_nothing_but_the_call_is_between_the_timestamps() -> None:

@@ -433,7 +433,13 @@ def test_prefill_on_a_device_is_the_oracle(way: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "way"),
-    [((512,), "_run_chunks"), ((30,), "_run_tokens"), ((4,) * 99, "_run_tokens"), ((0,), None)],
+    [
+        ((512,), "_run_chunks"),
+        ((30,), "_run_chunks"),
+        ((2,), "_run_tokens"),
+        ((4,) * 99, "_run_tokens"),
+        ((0,), None),
+    ],
 )
 def test_prefill_takes_the_fewer_steps(
     lengths: tuple[int, ...], way: str | None, monkeypatch: pytest.MonkeyPatch

@@ -882,6 +882,10 @@ class Records:
         start = self.now + 100 + gap
         self.works.append(cupti.Work("kernel", start, start + duration, correlation))
 
+    def resume(self) -> None: ...
+
+    def pause(self) -> None: ...
+
     def overwrite_l2(self) -> None:
         self.work(50_000)
 
