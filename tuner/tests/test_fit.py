@@ -214,6 +214,46 @@ def test_a_box_that_nothing_serves_as_a_whole_is_cut() -> None:
     assert [(box.bounds[0], box.segment.candidate) for box in boxes] == [((0, 6), a), ((7, 9), b)]
 
 
+def square(served: str, *, other: int = 150) -> Grid:
+    """A size for each letter, on a second axis of one value: its candidate takes 100, all others
+    take `other`."""
+    candidates = {name: Candidate(name, ()) for name in sorted(set(served))}
+    return Grid({
+        (x, 1): {c: Sample(100 if n == name else other, 1, 1, 1) for n, c in candidates.items()}
+        for x, name in enumerate(served, 1)
+    })  # fmt: skip
+
+
+def test_a_candidate_may_serve_several_boxes() -> None:
+    """What serves elsewhere, too, keeps its box where everything else is slower."""
+    for served in ("aba", "abcab", "aabbaa"):
+        boxes = fit_boxes(square(served), ((0, len(served)), (0, 1)))
+        by_size = {size: box.segment.candidate for box in boxes for size in box.segment.sizes}
+        assert "".join(c.route for _, c in sorted(by_size.items())) == served
+
+
+def test_a_cut_between_equals_goes() -> None:
+    """Either candidate serves both sizes within the spread of what serves them."""
+    found = square("aab", other=101)
+    (box,) = fit_boxes(found, ((0, 3), (0, 1)))
+    assert box.segment.candidate.route == "a"
+
+
+def test_of_cuts_that_lose_the_same_the_one_that_leaves_least() -> None:
+    """Not a box for each of the sizes that one candidate serves."""
+    boxes = fit_boxes(square("aaaaab"), ((0, 6), (0, 1)))
+    assert [box.bounds[0] for box in boxes] == [(0, 5), (6, 6)]
+    a, b, c = (Candidate(name, ()) for name in "abc")
+    times = {(x, y): (100, 150, 150) for x in (1, 2, 3, 4) for y in (1, 2)}
+    times |= {(5, 1): (100, 150, 150), (5, 2): (150, 100, 150), (6, 1): (100, 150, 150)}
+    times |= {(6, 2): (150, 100, 150)}
+    samples = {
+        size: {x: Sample(time, 1, 1, 1) for x, time in zip((a, b, c), row, strict=True)}
+        for size, row in times.items()
+    }
+    assert len(fit_boxes(Grid(samples), ((0, 6), (0, 2)))) == 3
+
+
 def test_between_equals_what_serves_today_stays() -> None:
     """As far as the sum of times is known; beyond that the faster one is taken."""
     found = grid(a=[100, 100, 100], b=[104, 108, 101])

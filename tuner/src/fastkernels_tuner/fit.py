@@ -204,9 +204,11 @@ def fit_boxes(grid: Grid, limits: Sequence[tuple[int, int]]) -> list[Bounded]:
 
     A box whose measured sizes one candidate serves (within the spread or slowdown) is not divided.
     Else it is cut where the two halves, each under its fastest candidate, lose least in total; the
-    cut lies midway between two measured sizes. A box that another box's candidate could take over
-    and lose no more than the spread is no box: what it was cut from becomes one again, with the
-    candidate that loses least at worst, if one was measured on all of it.
+    cut lies midway between two measured sizes. A cut that divides two boxes goes where one
+    candidate loses no more than the spread on both sides against what serves them, and one that
+    leaves a box in which no other box's candidate loses more: such a cut would move from one
+    measurement to the next. The joint box takes the candidate that loses least at worst, if one was
+    measured on all of it. Other boxes, elsewhere, may have a box's candidate, too.
     """
     root = _divide(grid, grid.sizes, tuple(limits))
     while (weak := _weakest(grid, root)) is not None:
@@ -243,10 +245,13 @@ def _divide(grid: Grid, sizes: tuple[Any, ...], limits: tuple[tuple[int, int], .
                 tuple(size for size in sizes if size[axis] <= low),
                 tuple(size for size in sizes if size[axis] > low),
             )
-            options.append((sum(_loss(grid, half) for half in halves), axis, (low + high) // 2))
+            # Of cuts that lose the same the one that leaves least to divide.
+            left = sum(len(half) for half in halves if not _is_served(grid, half))
+            loss = sum(_loss(grid, half) for half in halves)
+            options.append((round(loss, 9), left, axis, (low + high) // 2))
     if not options:  # one size, and every size has a candidate
         return _Node(whole)
-    _, axis, cut = min(options)
+    *_, axis, cut = min(options)
     low, high = limits[axis]
     found = []
     for interval in ((low, cut), (cut + 1, high)):
@@ -256,29 +261,56 @@ def _divide(grid: Grid, sizes: tuple[Any, ...], limits: tuple[tuple[int, int], .
 
 
 def _weakest(grid: Grid, root: _Node) -> _Node | None:
-    """Of the nodes above a leaf that does not defend itself the one whose leaf does so least."""
-    leaves = root.leaves()
-    if len(leaves) == 1:
-        return None
-    segments = [leaf.box.segment for leaf in leaves if leaf.box is not None]
-    strengths = {id(leaf): _defence(grid, segments, i) for i, leaf in enumerate(leaves)}
-    above = [
-        (strengths[id(half)], i, node)
-        for i, node in enumerate(root.parents())
-        for half in node.halves or ()
-        if node.box is not None and half.halves is None and strengths[id(half)] <= 1
-    ]
-    return min(above, key=lambda found: found[:2])[2] if above else None
+    """The node whose halves should be one box again; of several that where it costs least."""
+    segments = [leaf.box.segment for leaf in root.leaves() if leaf.box is not None]
+    weak = []
+    for i, node in enumerate(root.parents()):
+        above = [half for half in node.halves or () if half.halves is None]
+        if node.box is None or not above:
+            continue
+        cost = math.inf
+        if len(above) == 2:
+            cost = _cost(grid, node, [half.box.segment for half in above if half.box is not None])
+        if cost > 1 and all(_is_defended(grid, half, segments) for half in above):
+            continue
+        weak.append((cost, i, node))
+    return min(weak, key=lambda found: found[:2])[2] if weak else None
 
 
-def _defence(grid: Grid, segments: Sequence[Segment], i: int) -> float:
-    """What it costs at least, in spreads, that another segment's candidate takes this one over; 0
-    where it has that candidate itself, or nothing else was measured here."""
-    rivals = {s.candidate for k, s in enumerate(segments) if k != i}
-    if segments[i].candidate in rivals:
-        return 0.0
-    measured = rivals & set(grid.measured_on(segments[i].sizes))
-    return min((margin(grid, segments[i], rival).spreads for rival in measured), default=0.0)
+def _cost(grid: Grid, node: _Node, halves: Sequence[Segment]) -> float:
+    """What one candidate for both halves costs at worst against what serves them, in spreads; that
+    one becomes the node's own."""
+    assert node.box is not None
+    served = {size: segment.candidate for segment in halves for size in segment.sizes}
+
+    def lost(candidate: Candidate) -> float:
+        return max(
+            (grid.time(candidate, size) - grid.time(own, size)) / grid.spread(size)
+            for size, own in served.items()
+        )
+
+    best = min(grid.measured_on(served), key=lambda c: (lost(c), grid.total(c, served)))
+    cost = lost(best)
+    if cost <= 1:
+        node.box = node.box._replace(segment=node.box.segment._replace(candidate=best))
+    return cost
+
+
+def _is_defended(grid: Grid, leaf: _Node, segments: Sequence[Segment]) -> bool:
+    """Whether some other box's candidate would be slower here by more than the spread, or was not
+    measured here while something was that is."""
+    assert leaf.box is not None
+    found = _rival(grid, leaf.box.segment, {segment.candidate for segment in segments})
+    return found is not None and found.spreads > 1
+
+
+def _rival(grid: Grid, segment: Segment, others: Iterable[Candidate]) -> Margin | None:
+    """Of other boxes' candidates that are slower by more than the spread the one that is so least:
+    those that are as fast would change nothing. Where there is none such, the nearest one."""
+    measured = {*others} & {*grid.measured_on(segment.sizes)} - {segment.candidate}
+    margins = [margin(grid, segment, rival) for rival in sorted(measured, key=str)]
+    slower = [each for each in margins if each.spreads > 1]
+    return min(slower or margins, key=lambda m: m.spreads, default=None)
 
 
 def _serve(grid: Grid, sizes: tuple[Any, ...]) -> Segment:
@@ -290,6 +322,14 @@ def _serve(grid: Grid, sizes: tuple[Any, ...]) -> Segment:
         return Segment(sizes, grid.pick(legal, sizes))
     return Segment(
         sizes, min(measured, key=lambda c: (grid.worst_loss(c, sizes), grid.total(c, sizes)))
+    )
+
+
+def _is_served(grid: Grid, sizes: tuple[Any, ...]) -> bool:
+    """Whether one candidate serves all sizes within what is allowed."""
+    return any(
+        all(grid.is_admissible(candidate, size) for size in sizes)
+        for candidate in grid.measured_on(sizes)
     )
 
 
@@ -310,8 +350,11 @@ def runner_up(grid: Grid, segments: list[Segment], i: int) -> Margin | None:
     where no neighbour was measured here, the next best of all; None where nothing else was."""
     segment = segments[i]
     measured = [c for c in grid.measured_on(segment.sizes) if c != segment.candidate]
-    is_line = not isinstance(segments[i].sizes[0], tuple)  # else any box may lie beside it
-    neighbours = {s.candidate for s in (segments[max(i - 1, 0) : i + 2] if is_line else segments)}
+    if isinstance(segment.sizes[0], tuple):  # any box may lie beside it
+        found = _rival(grid, segment, {other.candidate for other in segments})
+        if found is not None:
+            return found
+    neighbours = {s.candidate for s in segments[max(i - 1, 0) : i + 2]}
     rivals = [c for c in measured if c in neighbours]
     if rivals:
         return min((margin(grid, segment, rival) for rival in rivals), key=lambda m: m.spreads)
