@@ -30,6 +30,7 @@ from fastkernels.ops.gdn_prefill.kernels import (
     HEAD_SIZE,
     KERNELS,
     ChunkParallel,
+    ChunkPipeline,
     ChunkWarp,
     CuteSplit,
     TritonFused,
@@ -538,6 +539,41 @@ def test_warp_machine_code(config: Any, variant: str, arch: str, tmp_path: Path)
             loops.append([code for _, code in lines[at[int(jump[1], 16)] : i]])
     chain = min((x for x in loops if sum("HMMA" in code for code in x) == 148), key=len)
     for word, count in {"TRYWAIT": 1, "SYNCS.ARRIVE": 1, "BAR.": 0, "LDSM": 78, "STS": 12}.items():
+        assert sum(word in code for code in chain) == count, word
+
+
+PIPELINE = KERNEL["chunk_pipeline"]
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("variant", ["pipeline", "pipeline_any"])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_pipeline_machine_code(rows: int, variant: str, arch: str, tmp_path: Path) -> None:
+    """A thread starts with the 128 registers that `WyChain` counts on: with fewer, state warps
+    would wait for ever for those that nobody has. Their loop has two products and two barriers."""
+    knobs = pytest.importorskip("triton").knobs
+    binary = toolchain.compile_kernel(PIPELINE, ChunkPipeline(rows), arch, variant)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(binary.cubin)
+
+    def run(option: str) -> str:
+        command = [knobs.nvidia.cuobjdump.path, option, file]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert re.search(r"REG:128 ", run("-res-usage"))
+    lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", run("-sass"), re.MULTILINE)
+    assert any("ACQBULK" in code for _, code in lines)
+    first, last = (
+        next(i for i, (_, code) in enumerate(lines) if word in code and number in code)
+        for word, number in (("USETMAXREG.TRY_ALLOC", "0xc8"), ("USETMAXREG.DEALLOC", "0x80"))
+    )
+    chain = [code for _, code in lines[first:last]]
+    for word, count in {
+        "HMMA": 2 * rows,
+        "BAR.SYNC": 3,
+        "ATOM": 0,
+        "LDG.E.128": 16 + rows // 8,
+    }.items():
         assert sum(word in code for code in chain) == count, word
 
 
