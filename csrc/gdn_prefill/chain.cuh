@@ -47,9 +47,6 @@ struct Stage {
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 constexpr uint32_t kLargestOperand = 0x7f7f0000u;  // 0x1.fep127f
 
-// Fragments (16 rows, 16 columns) of bfloat16 left operands: 16 bytes a lane.
-constexpr int kFragmentBytes = 512;
-
 // `kWithOutput` false: of the states alone, by the state warps alone. Nobody reads a state while
 // the next one is published, so one copy of it is enough.
 template <int kRows, bool kWithOutput = true>

@@ -1,10 +1,10 @@
-// gdn_prefill, route chunk_pipeline: what a chunk needs, the chain through the states and the
-// output side by side, in one launch.
+// gdn_prefill, route chunk_pipeline: what a chunk needs and the chain through the states side by
+// side, in one launch.
 //
 // Plan: variant `clear` zeroes the words by which blocks wait for each other; in variant
 // `pipeline` blocks make the chunks' entries in the order in which the chains want them (wy.cuh),
-// take `rows_per_block` rows of a state through a sequence as entries come, and make output as
-// states come (pipeline.cuh). The second launch starts while the first one ends.
+// and take `rows_per_block` rows of a state through a sequence as entries come (pipeline.cuh). The
+// second launch starts while the first one ends.
 //
 // Shared memory: `Pipeline::kSharedBytes`, 2 blocks an SM. Barriers: 0 and those of prepare.cuh and
 // pipeline.cuh.
@@ -29,8 +29,7 @@ __device__ __forceinline__ void clear(const Params& p) {
   ptx::launch_dependents();
   const int64_t idx = int64_t{blockIdx.x} * kPipelineThreads + threadIdx.x;
   if (idx >= num_numbers(p) * p.num_v_heads) return;
-  auto* words = reinterpret_cast<uint2*>(is_made(find_wy(p, 0, 0) + idx * kWyBytes));
-  *words = make_uint2(0, 0);
+  *is_made(find_wy(p, 0, 0) + idx * kWyBytes) = 0;
   if (idx > 0) return;
 #pragma unroll
   for (int i = 0; i < kWyQueueWords; ++i) wy_queue(p)[i] = 0;

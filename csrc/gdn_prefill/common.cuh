@@ -422,6 +422,13 @@ __device__ __forceinline__ uint32_t fragment_b(uint32_t tile, uint32_t row, uint
   return ((tile + first) ^ (piece << 4)) + row * kBytes;
 }
 
+// Fragments (16 rows, 16 columns) of bfloat16 operands: 16 bytes a lane.
+constexpr int kFragmentBytes = 512;
+
+__device__ __forceinline__ uint4* fragment_at(unsigned char* fragments, uint32_t idx) {
+  return reinterpret_cast<uint4*>(fragments + idx * kFragmentBytes) + threadIdx.x % kWarpSize;
+}
+
 // Eight bfloat16 values that need not be aligned, to shared memory; zeros where `!is_inside`.
 template <bool kAligned>
 __device__ __forceinline__ void copy_piece(uint32_t shared, unsigned char* base, const uint16_t* x,

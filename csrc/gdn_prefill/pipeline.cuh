@@ -1,11 +1,10 @@
-// Three kinds of work in one launch, each of which waits for what another one leaves in the
-// workspace: entries of chunks (wy.cuh), a state's way through a sequence (`WyChain`), and the
-// output of a chunk (`WyOutput`). `Pipeline` hands them out.
+// Two kinds of work in one launch, of which one waits for what the other leaves in the workspace:
+// entries of chunks (wy.cuh), and a state's way through a sequence, with its output (`WyChain`).
+// `Pipeline` hands them out.
 //
-// Nothing waits for work that has not been handed out: an entry waits for nothing, a chain for
-// entries, which the first block to come makes until there are none left, and an output for chains,
-// all of which have been handed out by then. So it ends whatever number of blocks is resident, and
-// whatever else runs on the device.
+// Nothing waits for work that has not been handed out: an entry waits for nothing, and a chain for
+// entries, which the first block to come makes until there are none left. So it ends whatever
+// number of blocks is resident, and whatever else runs on the device.
 #pragma once
 
 #include <cstdint>
@@ -23,152 +22,162 @@ constexpr int kPipelineThreads = 256;
 // ---- the chain ----------------------------------------------------------------------------------
 
 // Warps 0 to 3 take the state through the chunks: warp w has tokens from 16 w on of U, and columns
-// from 32 w on of the state. Operands of the first product go from the workspace to registers, as
-// soon as those of the chunk before have been read; those of the second one, and the gates, through
-// shared memory, `kStages` chunks of them. Not to registers, too: the compiler waits for all loads
-// that are on their way at once, the newest of which had set out 200 cycles ago.
-// Warp 4 waits for entries, warp 5 tells that states and U are there, and how far each is stands in
-// shared memory. Warps 6 and 7 copy, and fetch entries into L2 again, which may have left it since
-// they were made, each of a head's blocks a part of them: a product is not ahead enough of DRAM.
+// from 32 w on of the state. Warps 4 to 7 make the output, 16 tokens each, a chunk behind at most,
+// and bring what both want. Of an entry
+//
+//     keys, values    go to registers of state warps, as soon as those of the chunk before have
+//     been
+//                     read; queries in the same way to registers of output warps
+//     columns, pairs  and gates go through shared memory, `kStages` chunks of them. Not to
+//                     registers, too: the compiler waits for all loads that are on their way at
+//                     once, the newest of which had set out 200 cycles ago.
+//
+// Warp 4 looks for entries, how many are there stands in shared memory; warp 5 fetches entries into
+// L2 again, which may have left it since they were made, each of a head's blocks a part of them: a
+// product is not ahead enough of DRAM.
 //
 // Barriers: 5 (all warps) twice; 1 (state warps) twice a chunk. mbarriers of each stage: its inputs
-// are there (copying threads), have been read (state threads).
+// are there (output threads, by their copies), have been read (all threads); of two chunks in turn:
+// the state of its start is there, U is there (state threads), both have been read (output
+// threads).
 template <int kRows>
 struct WyChain : Chain<kRows, false> {
   using States = Chain<kRows, false>;
   using States::kKeySteps, States::kTiles;
-  static constexpr bool kWritesOutput = false;
+  static constexpr bool kWritesOutput = false;  // not as `Sequence` would have it
   static constexpr int kSteps = kChunk / 16;
   static constexpr int kThreads = kPipelineThreads, kFirstCopyThread = kThreads;
   static constexpr int kStateThreads = kGroupThreads, kStateWarps = kStateThreads / kWarpSize;
-  static constexpr int kU = States::kStateBytes;
-  static constexpr int kWords = kU + States::kTokensBytes;  // entries that are there; those left
   // Registers of a thread that the kernel starts with, and of one of a state warp.
-  static constexpr int kAtStart = 128, kMore = 200;
+  static constexpr int kAtStart = 128, kMore = kRows == 16 ? 136 : 144;
   static constexpr int kFetchAhead = 6;  // chunks
-  static constexpr int kStages = 3, kCopyThreads = 2 * kWarpSize;
-  static constexpr int kBarriers = kWords + 4 * (1 + kStateWarps) + 12;
-  static constexpr int kColumns = (kBarriers + 16 * kStages + 127) / 128 * 128;
-  static constexpr int kColumnsBytes = kWyValues - kWyColumns;
-  static constexpr int kGates = kColumns + kStages * kColumnsBytes;
-  static constexpr int kGatesBytes = kGatesPieces * 16;
-  static constexpr int kSharedBytes = kGates + kStages * kGatesBytes;
+
+  // Shared memory: the state and U twice, for output warps; U once more, scaled.
+  static constexpr int kUpdates = 2 * States::kStateBytes;
+  static constexpr int kScaled = kUpdates + 2 * States::kTokensBytes;
+  static constexpr int kStaging = kScaled + States::kTokensBytes;
+  static constexpr int kBarriers = kStaging + kChunk * States::kVBytes;
+  static constexpr int kStages = 3;
+  static constexpr int kMade = kBarriers + 8 * (2 * kStages + 6);  // entries that are there
+  static constexpr int kInputs = (kMade + 4 + 127) / 128 * 128;
+  static constexpr int kColumnsBytes = kWyPairs - kWyColumns;
+  static constexpr int kPairs = kColumnsBytes, kGates = kPairs + (kWyGates - kWyPairs);
+  static constexpr int kInputsBytes = kGates + kGatesPieces * 16;
+  static constexpr int kSharedBytes = kInputs + kStages * kInputsBytes;
 
   // Takes the state through `tokens`, as `Sequence::advance` does; every thread of the block.
   template <typename Block>
   __device__ __forceinline__ void advance(const Block& block, float (&S)[kTiles][4][4],
-                                          const Tokens& /*tokens*/, int32_t num_chunks,
+                                          const Tokens& tokens, int32_t num_chunks,
                                           int64_t first_number) const {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x <= kStateWarps) ptx::store_release(word(threadIdx.x), 0);
     if (threadIdx.x == 0) {
+      ptx::store_release(made(), 0);
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
-        ptx::mbarrier_init(there(i), kCopyThreads);
-        ptx::mbarrier_init(read(i), kStateThreads);
+        ptx::mbarrier_init(there(i), kThreads - kStateThreads);
+        ptx::mbarrier_init(read(i), kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        ptx::mbarrier_init(state_there(i), kStateThreads);
+        ptx::mbarrier_init(update_there(i), kStateThreads);
+        ptx::mbarrier_init(output_made(i), kThreads - kStateThreads);
       }
     }
     ptx::barrier_sync(kChainBarrier, kThreads);
     unsigned char* entry = find_wy(block.p, first_number, block.head);
     const int64_t step = int64_t{block.p.num_v_heads} * kWyBytes;
     const uint32_t slab = block.column / 16;
-    if (warp < kStateWarps) {
+    if (threadIdx.x < kStateThreads) {
       ptx::raise_registers<kMore>();
       carry(S, entry, step, slab, num_chunks);
       ptx::lower_registers<kAtStart>();
       ptx::barrier_sync(kChainBarrier, kThreads);
       if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < 2 * kStages; ++i) ptx::mbarrier_invalidate(there(0) + 8 * i);
+        for (int i = 0; i < 2 * kStages + 6; ++i) ptx::mbarrier_invalidate(there(0) + 8 * i);
       }
       return;
     }
     ptx::lower_registers<2 * kAtStart - kMore>();
-    if (warp == kStateWarps) {
-      // A lane an entry, once there is one: a look takes as long as the chain for a chunk.
-      for (int32_t made = 0; made < num_chunks;) {
-        if (lane == 0) ptx::wait_at_least(is_made(entry + made * step), 1);
-        __syncwarp();
-        const int32_t idx = made + static_cast<int32_t>(lane);
-        const bool is_there =
-            idx < num_chunks && ptx::load_acquire(is_made(entry + idx * step)) != 0;
-        const int32_t more = __ffs(~__ballot_sync(0xffffffffu, is_there)) - 1;
-        made += more < 0 ? kWarpSize : more;
-        if (lane == 0) ptx::store_release(word(0), made);
-      }
-    } else if (warp == kStateWarps + 1 && lane == 0) {
-      for (uint32_t told = 0; told < static_cast<uint32_t>(num_chunks);) {
-        uint32_t left = num_chunks;
-        for (int w = 0; w < kStateWarps; ++w) {
-          left = min(left, ptx::wait_shared_at_least(word(1 + w), told + 1));
-        }
-        ptx::fence_gpu();
-        for (; told < left; ++told) ptx::add(slabs_left(entry + told * step), 1);
-      }
-    } else if (warp >= kStateWarps + 2) {
-      for (int32_t idx = 0; idx < num_chunks; ++idx) {
-        ptx::wait_shared_at_least(word(0), idx + 1);
-        if (idx >= kStages) ptx::mbarrier_wait(read(idx), (idx / kStages - 1) % 2);
-        copy(entry + idx * step, idx);
-        const int32_t ahead = idx + kFetchAhead;
-        if (warp == kStateWarps + 2 && ahead < num_chunks) fetch(entry + ahead * step, slab);
-      }
-      ptx::copy_commit();
-      ptx::copy_wait<0>();
-    }
+    write(block, tokens, entry, step, slab, num_chunks);
+    // Nobody has kept them over that, which has few registers.
+#pragma unroll
+    for (int i = 0; i < 16 * kTiles; ++i) S[i / 16][i / 4 % 4][i % 4] = 0.0f;
     // Not before the state warps have given back theirs, for which they waited above.
     ptx::barrier_sync(kChainBarrier, kThreads);
     ptx::raise_registers<kAtStart>();
   }
 
  private:
-  __device__ __forceinline__ uint32_t word(int i) const {
-    return ptx::shared_address(this->base + kWords) + 4 * i;
-  }
-
+  __device__ __forceinline__ uint32_t shared() const { return ptx::shared_address(this->base); }
+  __device__ __forceinline__ uint32_t made() const { return shared() + kMade; }
   __device__ __forceinline__ uint32_t there(int32_t idx) const {
-    return ptx::shared_address(this->base + kBarriers) + 8 * (idx % kStages);
+    return shared() + kBarriers + 8 * (idx % kStages);
   }
   __device__ __forceinline__ uint32_t read(int32_t idx) const { return there(idx) + 8 * kStages; }
-
-  // Columns and gates, by the copying warps.
-  __device__ __forceinline__ void copy(const unsigned char* entry, int32_t idx) const {
-    const uint32_t thread = threadIdx.x - (kThreads - kCopyThreads);
-    const uint32_t base = ptx::shared_address(this->base), stage = idx % kStages;
-    const uint32_t columns = base + kColumns + stage * kColumnsBytes;
-    const uint32_t gates = base + kGates + stage * kGatesBytes;
-#pragma unroll
-    for (int i = 0; i < kColumnsBytes / 16 / kCopyThreads; ++i) {
-      const uint32_t at = 16 * (kCopyThreads * i + thread);
-      ptx::copy_async(columns + at, entry + kWyColumns + at, 16);
-    }
-    for (uint32_t i = thread; i < kGatesPieces; i += kCopyThreads) {
-      ptx::copy_async(gates + 16 * i, entry + kWyGates + 16 * i, 16);
-    }
-    ptx::copy_arrive(there(idx));
+  __device__ __forceinline__ uint32_t state_there(int32_t idx) const {
+    return shared() + kBarriers + 8 * (2 * kStages + idx % 2);
+  }
+  __device__ __forceinline__ uint32_t update_there(int32_t idx) const {
+    return state_there(idx) + 16;
+  }
+  __device__ __forceinline__ uint32_t output_made(int32_t idx) const {
+    return state_there(idx) + 32;
+  }
+  __device__ __forceinline__ uint32_t inputs(int32_t idx) const {
+    return shared() + kInputs + idx % kStages * kInputsBytes;
+  }
+  __device__ __forceinline__ const ChunkGates& gates(int32_t idx) const {
+    return *reinterpret_cast<const ChunkGates*>(this->base + kInputs +
+                                                idx % kStages * kInputsBytes + kGates);
   }
 
-  // By a warp: this block's part of keys and columns, and its values.
-  static __device__ __forceinline__ void fetch(const unsigned char* entry, uint32_t slab) {
-    constexpr int kLine = 128, kPart = kWyValues / (kHeadSize / 16);  // bytes for 16 rows
-    const uint32_t at = threadIdx.x % kWarpSize * kLine;
+  static __device__ __forceinline__ uint4 load(const unsigned char* from) {
+    return ptx::load_l2(reinterpret_cast<const uint4*>(from));
+  }
+
+  static __device__ __forceinline__ void spread(uint32_t (&a)[4], uint4 words) {
+    a[0] = words.x;
+    a[1] = words.y;
+    a[2] = words.z;
+    a[3] = words.w;
+  }
+
+  // sum[r][h] += the state of 16 rows times the columns of `right`; in two parts, since each
+  // product waits for the one that it adds to. `state`: a lane's part of the first fragment;
+  // `kAtOnce` of them are loaded at once.
+  template <int kAtOnce>
+  static __device__ __forceinline__ void multiply(float (&sum)[2][4], uint32_t state,
+                                                  const uint4 (&right)[kKeySteps]) {
+    float other[2][4] = {};
 #pragma unroll
-    for (int r = 0; r < kTiles; ++r) {
-      ptx::prefetch_l2(entry + (slab + r) * kPart + at);
-      static_assert(kPart == kWarpSize * kLine, "a line a lane");
-      if (at < kSteps * kFragmentBytes) {
-        ptx::prefetch_l2(entry + kWyValues + (slab + r) * kSteps * kFragmentBytes + at);
+    for (int first = 0; first < kKeySteps; first += kAtOnce) {
+      uint4 a[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        a[i] = ptx::load_shared(state + (first + i) * kFragmentBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint4& b = right[first + i];
+        uint32_t words[4];
+        spread(words, a[i]);
+        float (&part)[2][4] = i % 2 == 0 ? sum : other;
+        ptx::mma_bf16(part[0], words, b.x, b.y);
+        ptx::mma_bf16(part[1], words, b.z, b.w);
       }
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
   }
+
+  // ---- state warps ------------------------------------------------------------------------------
 
   // What a state warp reads of an entry for its tokens.
   struct ForTokens {
     uint4 keys[kKeySteps], values[kTiles];
   };
-  static __device__ __forceinline__ uint4 load(const unsigned char* from) {
-    return ptx::load_l2(reinterpret_cast<const uint4*>(from));
-  }
 
   // `entry`: from 16 times the lane on.
   static __device__ __forceinline__ void load(ForTokens& x, const unsigned char* entry,
@@ -181,79 +190,45 @@ struct WyChain : Chain<kRows, false> {
     for (int r = 0; r < kTiles; ++r) x.values[r] = load(values + kSteps * r * kFragmentBytes);
   }
 
-  // A state warp's place: in shared memory, and where in fragments its lane has its part.
-  struct At {
-    uint32_t warp, lane, shared;
-
-    __device__ __forceinline__ uint32_t state(int idx) const {
-      return shared + idx * kFragmentBytes;
-    }
-    __device__ __forceinline__ uint32_t update(int idx) const { return state(idx) + kU; }
-    // Of its 32 columns of a stage.
-    __device__ __forceinline__ uint32_t columns(int32_t stage) const {
-      return shared + kColumns + stage * kColumnsBytes + 2 * kSteps * warp * kFragmentBytes;
-    }
-  };
-
-  // For the next product, and for the output.
-  static __device__ __forceinline__ void publish(const At& at, const float (&S)[kTiles][4][4],
-                                                 unsigned char* states) {
+  // The state of the start of chunk `idx`, for all warps. `at`: a lane's part of fragment 0 of
+  // either.
+  static __device__ __forceinline__ void publish(const float (&S)[kTiles][4][4], uint32_t at,
+                                                 uint32_t warp, int32_t idx) {
+    at += idx % 2 * States::kStateBytes + 2 * warp * kFragmentBytes;
 #pragma unroll
-    for (int r = 0; r < kTiles; ++r) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t own = 2 * at.warp * kFragmentBytes;
-        const uint4 words = States::pack(S[r][2 * j], S[r][2 * j + 1]);
-        ptx::store_shared(at.state(8 * r + j) + own, words);
-        *reinterpret_cast<uint4*>(states + (8 * r + j) * kFragmentBytes + own) = words;
-      }
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int r = i / 2, j = i % 2;
+      ptx::store_shared(at + (8 * r + j) * kFragmentBytes,
+                        States::pack(S[r][2 * j], S[r][2 * j + 1]));
     }
-  }
-
-  static __device__ __forceinline__ void spread(uint32_t (&a)[4], uint4 words) {
-    a[0] = words.x;
-    a[1] = words.y;
-    a[2] = words.z;
-    a[3] = words.w;
   }
 
   __device__ __forceinline__ void carry(float (&S)[kTiles][4][4], unsigned char* entry,
                                         int64_t step, uint32_t slab, int32_t num_chunks) const {
-    At at{threadIdx.x / kWarpSize, threadIdx.x % kWarpSize, ptx::shared_address(this->base)};
-    at = {ptx::made_here(at.warp), ptx::made_here(at.lane),
-          ptx::made_here(at.shared + 16 * at.lane)};
-    const uint32_t made = ptx::made_here(word(0)), left = made + 4 * (1 + at.warp);
-    const uint32_t states = kWyStates + slab * 8 * kFragmentBytes;
-    const uint32_t updates = kWyUpdates + (slab * 4 + at.warp) * kFragmentBytes;
-    entry += 16 * at.lane;
+    const uint32_t warp = ptx::made_here(threadIdx.x / kWarpSize);
+    const uint32_t lane = ptx::made_here(threadIdx.x % kWarpSize);
+    const uint32_t at = ptx::made_here(shared() + 16 * lane), from = ptx::made_here(made());
+    entry += 16 * lane;
     ForTokens tokens;
-    publish(at, S, entry + states);
-    int32_t num_made = ptx::wait_shared_at_least(made, 1);
-    load(tokens, entry, slab, at.warp);
+    publish(S, at, warp, 0);
+    ptx::mbarrier_arrive_expect(state_there(0), 0);
+    int32_t num_made = ptx::wait_shared_at_least(from, 1);
+    load(tokens, entry, slab, warp);
     ptx::barrier_sync(kStateBarrier, kStateThreads);
 #pragma unroll 1
     for (int32_t idx = 0; idx < num_chunks; ++idx) {
-      const bool is_last = idx + 1 == num_chunks;
-      const int32_t stage = idx % kStages;
       ptx::mbarrier_wait(there(idx), idx / kStages % 2);
-      const auto* gates =
-          reinterpret_cast<const ChunkGates*>(this->base + kGates + stage * kGatesBytes);
+      const ChunkGates& x = gates(idx);
       // A token whose beta or system is not finite need be no NaN of U.
-      const float decay = gates->first_bad < kChunk ? NAN : gates->all;
+      const float decay = x.first_bad < kChunk ? NAN : x.all;
       float2 rest[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        rest[h] = *reinterpret_cast<const float2*>(gates->to_end + 16 * at.warp + 8 * h +
-                                                   at.lane % 4 * 2);
+        rest[h] = *reinterpret_cast<const float2*>(x.to_end + 16 * warp + 8 * h + lane % 4 * 2);
       }
       float U[kTiles][2][4];
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
-        uint4 a[kKeySteps];
-#pragma unroll
-        for (int s = 0; s < kKeySteps; ++s) a[s] = ptx::load_shared(at.state(8 * r + s));
-        // In two parts, since each product waits for the one that it adds to.
-        float other[2][4] = {};
         uint32_t values[4];
         spread(values, tokens.values[r]);
 #pragma unroll
@@ -261,23 +236,17 @@ struct WyChain : Chain<kRows, false> {
           U[r][i / 2][i % 2 * 2] = low_half(values[i]);
           U[r][i / 2][i % 2 * 2 + 1] = high_half(values[i]);
         }
-#pragma unroll
-        for (int s = 0; s < kKeySteps; ++s) {
-          uint32_t words[4];
-          spread(words, a[s]);
-          float (&sum)[2][4] = s % 2 == 0 ? U[r] : other;
-          ptx::mma_bf16(sum[0], words, tokens.keys[s].x, tokens.keys[s].y);
-          ptx::mma_bf16(sum[1], words, tokens.keys[s].z, tokens.keys[s].w);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) U[r][i / 4][i % 4] += other[i / 4][i % 4];
+        multiply<kKeySteps>(U[r], at + idx % 2 * States::kStateBytes + 8 * r * kFragmentBytes,
+                            tokens.keys);
 #pragma unroll
         for (int i = 0; i < 16; ++i) S[r][i / 4][i % 4] *= decay;  // while products are under way
       }
-      if (!is_last) {
-        if (num_made < idx + 2) num_made = ptx::wait_shared_at_least(made, idx + 2);
-        load(tokens, entry + step, slab, at.warp);
+      entry += step;
+      if (idx + 1 < num_chunks) {
+        if (num_made < idx + 2) num_made = ptx::wait_shared_at_least(from, idx + 2);
+        load(tokens, entry, slab, warp);
       }
+      const uint32_t own = at + warp * kFragmentBytes;
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
         float scaled[2][4];
@@ -286,28 +255,30 @@ struct WyChain : Chain<kRows, false> {
           const float2 pair = rest[i / 4];
           scaled[i / 4][i % 4] = (i % 2 == 0 ? pair.x : pair.y) * U[r][i / 4][i % 4];
         }
-        ptx::store_shared(at.update(4 * r) + at.warp * kFragmentBytes,
+        ptx::store_shared(own + kScaled + 4 * r * kFragmentBytes,
                           States::pack(scaled[0], scaled[1]));
       }
       uint4 columns[2][kSteps];
+      const uint32_t first = inputs(idx) + 16 * lane + 2 * kSteps * warp * kFragmentBytes;
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
-        columns[i / kSteps][i % kSteps] = ptx::load_shared(at.columns(stage) + i * kFragmentBytes);
+        columns[i / kSteps][i % kSteps] = ptx::load_shared(first + i * kFragmentBytes);
       }
-      ptx::mbarrier_arrive_expect(read(idx), 0);
       ptx::barrier_sync(kStateBarrier, kStateThreads);
 
       uint4 update[kTiles][kSteps];
 #pragma unroll
       for (int i = 0; i < kTiles * kSteps; ++i) {
-        update[i / kSteps][i % kSteps] = ptx::load_shared(at.update(i));
+        update[i / kSteps][i % kSteps] = ptx::load_shared(at + kScaled + i * kFragmentBytes);
       }
-      // Here, where nobody waits for it.
+      ptx::mbarrier_arrive_expect(read(idx), 0);
+      // For the output, which has done with what lies here two chunks before.
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
-        *reinterpret_cast<uint4*>(entry + updates + 4 * r * kFragmentBytes) =
-            States::pack(U[r][0], U[r][1]);
+        ptx::store_shared(own + kUpdates + idx % 2 * States::kTokensBytes + 4 * r * kFragmentBytes,
+                          States::pack(U[r][0], U[r][1]));
       }
+      ptx::mbarrier_arrive_expect(update_there(idx), 0);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
@@ -322,168 +293,208 @@ struct WyChain : Chain<kRows, false> {
           }
         }
       }
-      __syncwarp();
-      if (at.lane == 0) ptx::store_release(left, idx + 1);
-      entry += step;
-      if (!is_last) {
-        publish(at, S, entry + states);
-      }
+      if (idx > 0) ptx::mbarrier_wait(output_made(idx - 1), (idx - 1) / 2 % 2);
+      publish(S, at, warp, idx + 1);
+      if (idx + 1 < num_chunks) ptx::mbarrier_arrive_expect(state_there(idx + 1), 0);
       ptx::barrier_sync(kStateBarrier, kStateThreads);
     }
   }
-};
 
-// ---- the output ---------------------------------------------------------------------------------
+  // ---- output warps -----------------------------------------------------------------------------
 
-// Of a chunk of one head: O = d_t Q S^T + P U, warp w the columns of V from 16 w on, of all 64
-// tokens. Rows of products are tokens here: S and U are right operands as they lie.
-template <bool kAligned>
-struct WyOutput {
-  static constexpr int kP = kKeysBytes;
-  static constexpr int kGates = kP + kPairsBytes;
-  static constexpr int kSharedBytes = kGates + kGatesPieces * 16;
-
-  const Params& p;
-  unsigned char* shared;
-  uint32_t head, q_head;
-
-  // Waits for the blocks of the chain that have the head's `num_slabs` slabs.
-  __device__ __forceinline__ void make(Chunk chunk, unsigned char* entry,
-                                       uint32_t num_slabs) const {
-    const uint32_t thread = threadIdx.x;
-    copy_keys<kPipelineThreads, kAligned>(shared, p.q, p.q_stride_t, q_head * p.q_stride_h, chunk,
-                                          thread);
-    if (thread == 0) ptx::wait_at_least(slabs_left(entry), num_slabs);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPairsBytes / 16 / kPipelineThreads; ++i) {
-      const uint32_t at = 16 * (kPipelineThreads * i + thread);
-      ptx::copy_async(ptx::shared_address(shared + kP) + at, entry + kWyP + at, 16);
+  // Until so many entries are there, and in shared memory how many are: by warp 4, a lane an entry,
+  // once there is one. A look takes as long as the chain for a chunk.
+  __device__ __forceinline__ void look(unsigned char* entry, int64_t step, int32_t num_made,
+                                       int32_t least, int32_t num_chunks) const {
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    while (num_made < least) {
+      if (lane == 0) ptx::wait_at_least(is_made(entry + num_made * step), 1);
+      __syncwarp();
+      const int32_t idx = num_made + static_cast<int32_t>(lane);
+      const bool is_there = idx < num_chunks && ptx::load_acquire(is_made(entry + idx * step)) != 0;
+      const int32_t more = __ffs(~__ballot_sync(0xffffffffu, is_there)) - 1;
+      num_made += more < 0 ? kWarpSize : more;
     }
-    if (thread < kGatesPieces) {
-      ptx::copy_async(ptx::shared_address(shared + kGates) + 16 * thread,
-                      entry + kWyGates + 16 * thread, 16);
-    }
-    multiply(chunk, entry);
+    if (lane == 0) ptx::store_release(made(), num_made);
   }
 
- private:
-  // Two right operands of 8 columns each: words 0 and 2, and words 1 and 3.
-  static __device__ __forceinline__ void load(uint32_t (&b)[4], unsigned char* from, uint32_t idx) {
-    const uint4 words = ptx::load_l2(fragment_at(from, idx));
-    b[0] = words.x;
-    b[1] = words.y;
-    b[2] = words.z;
-    b[3] = words.w;
+  // Columns, pairs and gates, which lie side by side in either place.
+  __device__ __forceinline__ void copy(const unsigned char* entry, int32_t idx) const {
+    const uint32_t thread = threadIdx.x - kStateThreads, to = inputs(idx);
+    static_assert(kInputsBytes == kWyGates + kGatesPieces * 16 - kWyColumns, "side by side");
+#pragma unroll
+    for (int i = 0; i <= kInputsBytes / 16 / (kThreads - kStateThreads); ++i) {
+      const uint32_t offset = 16 * ((kThreads - kStateThreads) * i + thread);
+      if (offset < kInputsBytes) ptx::copy_async(to + offset, entry + kWyColumns + offset, 16);
+    }
+    ptx::copy_arrive(there(idx));
   }
 
-  // Takes out what is not finite, which would reach earlier tokens through 0 * NaN. `bad`, of
-  // columns 8 h + 2c + i, becomes the first such token where that is before.
-  static __device__ __forceinline__ void take_out(uint32_t (&update)[kChunk / 16][4],
-                                                  int32_t (&bad)[2][2]) {
-    const uint32_t c = threadIdx.x % 4;
-    int32_t first[2] = {kChunk, kChunk};  // of rows g and g + 8 of U^T
+  // By a warp: this block's part of what all blocks of the head read, and its values.
+  static __device__ __forceinline__ void fetch(const unsigned char* entry, uint32_t slab) {
+    constexpr int kLine = 128, kLines = kWyValues / kLine, kSlabs = kHeadSize / kRows;
+    const uint32_t lane = threadIdx.x % kWarpSize, part = slab / kTiles;
 #pragma unroll
-    for (int i = 0; i < 4 * kChunk / 16; ++i) {
+    for (int i = 0; i < (kLines / kSlabs + kWarpSize) / kWarpSize; ++i) {
+      const uint32_t line = kSlabs * (kWarpSize * i + lane) + part;
+      if (line < kLines) ptx::prefetch_l2(entry + line * kLine);
+    }
+    if (lane < 16 * kTiles) {
+      ptx::prefetch_l2(entry + kWyValues + slab * kSteps * kFragmentBytes + lane * kLine);
+    }
+  }
+
+  static __device__ __forceinline__ void load_queries(uint4 (&x)[kKeySteps],
+                                                      const unsigned char* entry, uint32_t warp) {
+    const unsigned char* from = entry + kWyQueries + kKeySteps * warp * kFragmentBytes;
+#pragma unroll
+    for (int i = 0; i < kKeySteps; ++i) x[i] = load(from + i * kFragmentBytes);
+  }
+
+  template <typename Block>
+  __device__ __forceinline__ void write(const Block& block, const Tokens& tokens,
+                                        unsigned char* first, int64_t step, uint32_t slab,
+                                        int32_t num_chunks) const {
+    constexpr int kAhead = kStages - 1;
+    const uint32_t warp = ptx::made_here(threadIdx.x / kWarpSize - kStateWarps);
+    const uint32_t lane = ptx::made_here(threadIdx.x % kWarpSize);
+    const uint32_t at = ptx::made_here(shared() + 16 * lane);
+    int32_t num_made = 0;
+    const auto wait_for_entry = [&](int32_t idx) {
+      if (num_made > idx) return;
+      if (warp == 0) look(first, step, num_made, idx + 1, num_chunks);
+      num_made = ptx::wait_shared_at_least(made(), idx + 1);
+    };
+    for (int32_t idx = 0; idx < min(kAhead, num_chunks); ++idx) {
+      wait_for_entry(idx);
+      copy(first + idx * step, idx);
+    }
+    const unsigned char* entry = first + 16 * lane;
+    uint4 queries[kKeySteps];
+    load_queries(queries, entry, warp);
+#pragma unroll 1
+    for (int32_t idx = 0; idx < num_chunks; ++idx) {
+      const int32_t ahead = idx + kAhead, far = idx + kFetchAhead;
+      if (ahead < num_chunks) {
+        wait_for_entry(ahead);
+        if (idx > 0) ptx::mbarrier_wait(read(ahead), (ahead / kStages - 1) % 2);
+        copy(first + ahead * step, ahead);
+      }
+      if (warp == 1 && far < num_chunks) fetch(first + far * step, slab);
+      entry += step;
+      output(block, block.chunk_of(tokens, idx), idx, warp, lane, at, queries,
+             idx + 1 < num_chunks ? entry : nullptr);
+    }
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+  }
+
+  // The output of chunk `idx`; `queries` become those of the entry `next`, if there is one.
+  template <typename Block>
+  __device__ __forceinline__ void output(const Block& block, Chunk chunk, int32_t idx,
+                                         uint32_t warp, uint32_t lane, uint32_t at,
+                                         uint4 (&queries)[kKeySteps],
+                                         const unsigned char* next) const {
+    ptx::mbarrier_wait(there(idx), idx / kStages % 2);
+    const ChunkGates& x = gates(idx);
+    const int32_t first_token = 16 * warp + lane % 4 * 2;  // and 8 tokens on
+    float2 decays[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      decays[h] = *reinterpret_cast<const float2*>(x.from_start + first_token + 8 * h);
+    }
+    const int32_t bad_chunk = x.first_bad;
+    ptx::mbarrier_wait(state_there(idx), idx / 2 % 2);
+    float sum[kTiles][2][4] = {};
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      multiply<2>(sum[r], at + idx % 2 * States::kStateBytes + 8 * r * kFragmentBytes, queries);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float2 pair = decays[i / 4];
+        sum[r][i / 4][i % 4] *= i % 2 == 0 ? pair.x : pair.y;
+      }
+    }
+    if (next != nullptr) load_queries(queries, next, warp);
+    const uint32_t pairs = inputs(idx) + kPairs + 16 * lane + kSteps * warp * kFragmentBytes;
+    ptx::mbarrier_wait(update_there(idx), idx / 2 % 2);
+    int32_t bad[kTiles][2];  // of rows g and g + 8
+    const uint32_t updates = at + kUpdates + idx % 2 * States::kTokensBytes;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      bad[r][0] = bad[r][1] = bad_chunk;
+      uint32_t a[kSteps][4], is_dirty = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if (s > static_cast<int>(warp)) continue;  // later tokens
+        spread(a[s], ptx::load_shared(updates + (4 * r + s) * kFragmentBytes));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) is_dirty |= carries(a[s][i]);
+      }
+      if (__ballot_sync(0xffffffffu, is_dirty != 0) != 0) take_out(a, bad[r], warp);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if (s > static_cast<int>(warp)) continue;
+        const uint4 b = ptx::load_shared(pairs + s * kFragmentBytes);
+        ptx::mma_bf16(sum[r][0], a[s], b.x, b.y);
+        ptx::mma_bf16(sum[r][1], a[s], b.z, b.w);
+      }
+    }
+    ptx::mbarrier_arrive_expect(output_made(idx), 0);
+    ptx::mbarrier_arrive_expect(read(idx), 0);
+
+    unsigned char* staging = this->base + kStaging;
+    const uint32_t row = 16 * warp + lane % 8 + lane / 16 * 8;
+    const uint32_t to = ptx::shared_address(staging) + row * States::kVBytes + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i / 2, upper = i % 2;
+        float value[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const bool is_bad = first_token + 8 * h + j >= bad[r][upper];
+          value[j] = is_bad ? NAN : block.p.scale * sum[r][h][2 * upper + j];
+        }
+        words[i] = ptx::to_bf16x2(value[0], value[1]);
+      }
+      ptx::store_matrices_transposed(to + 32 * r, words);
+    }
+    __syncwarp();
+    constexpr int kPieces = kRows / 8;
+    uint16_t* tokens = block.output_at(chunk.start);
+#pragma unroll
+    for (int i = 0; i < 16 * kPieces / kWarpSize; ++i) {
+      const uint32_t piece = kWarpSize * i + lane, token = 16 * warp + piece / kPieces;
+      if (static_cast<int32_t>(token) < chunk.length) {
+        const uint4 words = *reinterpret_cast<const uint4*>(staging + token * States::kVBytes +
+                                                            16 * (piece % kPieces));
+        store_piece<Block::kIsAligned>(
+            tokens + token * block.p.output_stride_t + 8 * (piece % kPieces), words);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Takes out of U what is not finite, which would reach earlier tokens through 0 * NaN. `bad`, of
+  // rows g and g + 8, becomes the first such token where that is before.
+  static __device__ __forceinline__ void take_out(uint32_t (&update)[kSteps][4], int32_t (&bad)[2],
+                                                  uint32_t warp) {
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; ++i) {
+      if (i / 4 > static_cast<int>(warp)) continue;
       uint32_t& word = update[i / 4][i % 4];
       const uint32_t is_bad = carries(word);
-      const int32_t t = 16 * (i / 4) + i % 4 / 2 * 8 + 2 * c;
-      if (is_bad != 0) first[i % 2] = min(first[i % 2], (is_bad & 0x8000u) != 0 ? t : t + 1);
+      const int32_t t = 16 * (i / 4) + i % 4 / 2 * 8 + threadIdx.x % 4 * 2;
+      if (is_bad != 0) bad[i % 2] = min(bad[i % 2], (is_bad & 0x8000u) != 0 ? t : t + 1);
       word = keep_finite(word);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      first[h] = min(first[h], __shfl_xor_sync(0xffffffffu, first[h], 1));
-      first[h] = min(first[h], __shfl_xor_sync(0xffffffffu, first[h], 2));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int32_t& each = bad[i / 2][i % 2];
-      each = min(each, __shfl_sync(0xffffffffu, first[i / 2], 4 * (2 * c + i % 2)));
-    }
-  }
-
-  __device__ __forceinline__ void multiply(Chunk chunk, unsigned char* entry) const {
-    const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    uint32_t state[kHeadSize / 16][4], update[kChunk / 16][4], is_dirty = 0;
-#pragma unroll
-    for (int i = 0; i < kHeadSize / 16; ++i) load(state[i], entry + kWyStates, 8 * warp + i);
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      load(update[i], entry + kWyUpdates, 4 * warp + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) is_dirty |= carries(update[i][j]);
-    }
-    finish_copies();
-    __syncthreads();
-    const auto* gates = reinterpret_cast<const ChunkGates*>(shared + kGates);
-    const int32_t first_bad = gates->first_bad;
-    int32_t bad[2][2] = {{first_bad, first_bad}, {first_bad, first_bad}};
-    if (__ballot_sync(0xffffffffu, is_dirty != 0) != 0) take_out(update, bad);
-    const uint32_t q = ptx::shared_address(shared), P = ptx::shared_address(shared + kP);
-    uint16_t* output = static_cast<uint16_t*>(p.output) + head * p.output_stride_h + 16 * warp;
-#pragma unroll
-    for (int tile = 0; tile < kChunk / 16; ++tile) {
-      if (16 * tile >= chunk.length) break;
-      float sum[2][4] = {};
-#pragma unroll
-      for (int step = 0; step < kHeadSize / 16; ++step) {
-        uint32_t a[4];
-        ptx::load_matrices(a, fragment_a<kKeyBytes>(q, 16 * tile, 2 * step));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          ptx::mma_bf16(sum[half], a, state[step][half], state[step][half + 2]);
-        }
-      }
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const float decay = gates->from_start[16 * tile + 8 * upper + lane / 4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i / 2][2 * upper + i % 2] *= decay;
-      }
-#pragma unroll
-      for (int step = 0; step <= tile; ++step) {
-        uint32_t a[4];
-        ptx::load_matrices(a, fragment_a<kPairBytes>(P, 16 * tile, 2 * step));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          ptx::mma_bf16(sum[half], a, update[step][half], update[step][half + 2]);
-        }
-      }
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const int32_t t = 16 * tile + 8 * upper + static_cast<int32_t>(lane / 4);
-        uint32_t words[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float value[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            value[i] = t >= bad[half][i] ? NAN : p.scale * sum[half][2 * upper + i];
-          }
-          words[half] = ptx::to_bf16x2(value[0], value[1]);
-        }
-        store(output + (int64_t{chunk.start} + t) * p.output_stride_t, words, t < chunk.length);
-      }
-    }
-  }
-
-  // Of one token the columns 8 * half + 2c and the next one. Two neighbours exchange halves, so
-  // that each has four columns in a row, and a token's 32 bytes leave at once.
-  static __device__ __forceinline__ void store(uint16_t* to, const uint32_t (&words)[2],
-                                               bool is_there) {
-    const uint32_t lane = threadIdx.x % kWarpSize;
-    const bool is_odd = lane % 2 != 0;
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? words[0] : words[1], 1);
-    if (!is_there) return;
-    const uint2 four = is_odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
-    to += (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
-    if constexpr (kAligned) {
-      *reinterpret_cast<uint2*>(to) = four;
-    } else {
-      const uint32_t each[2] = {four.x, four.y};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] = static_cast<uint16_t>(each[i / 2] >> (i % 2 * 16));
+    for (int upper = 0; upper < 2; ++upper) {
+      bad[upper] = min(bad[upper], __shfl_xor_sync(0xffffffffu, bad[upper], 1));
+      bad[upper] = min(bad[upper], __shfl_xor_sync(0xffffffffu, bad[upper], 2));
     }
   }
 };
@@ -568,16 +579,16 @@ struct Order {
 template <int kRows, bool kAligned>
 struct Pipeline {
   using Rows = Sequence<kRows, 0, Maker::kKernel, kAligned, WyChain<kRows>>;
-  using Chunks = WyOutput<kAligned>;
   static constexpr int kThreads = kPipelineThreads, kSlabs = kHeadSize / kRows;
-  static constexpr int kWork = (kPrepareScratch + 15) / 16 * 16;
-  static_assert(Rows::kSharedBytes <= kWork && Chunks::kSharedBytes <= kWork, "room for each");
+  static constexpr int kWork =
+      ((kPrepareScratch > Rows::kSharedBytes ? kPrepareScratch : Rows::kSharedBytes) + 15) / 16 *
+      16;
   static constexpr int kRanked = kWork;
   static constexpr int kScratch = kRanked + Order::kBytes;
   static constexpr int kTaken = kScratch + 48;
   static constexpr int kSharedBytes = kTaken + 16;
 
-  enum Queue : int { kBlocks = 0, kEntries = 1, kChains = 2, kOutputs = 3 };
+  enum Queue : int { kBlocks = 0, kEntries = 1, kChains = 2 };
 
   const Params& p;
   const Own only;
@@ -617,15 +628,13 @@ struct Pipeline {
     }
     Order::At at;
 #pragma unroll 1  // each kind of work has one place in the code
-    for (; step < 5; ++step) {
+    for (; step < 4; ++step) {
       if (step % 2 == 1) {
         carry_states(num_chains);
         if (p.num_seqs == 0) return;
         if (step == 1 && is_first) next = fetch(kEntries);
-      } else if (step < 4) {
-        make_entries(&at, next, step == 0 ? 1 : UINT32_MAX);
       } else {
-        make_output();
+        make_entries(&at, next, step == 0 ? 1 : UINT32_MAX);
       }
     }
   }
@@ -685,18 +694,6 @@ struct Pipeline {
       Rows::enter(p, only, idx);
       idx = has_queue ? take(kChains) : idx + gridDim.x;
     }
-  }
-
-  __device__ __forceinline__ void make_output() const {
-    Order::At at;
-    const uint32_t next = threadIdx.x == 0 ? fetch(kOutputs) : 0;
-    each_chunk(
-        kOutputs, &at, next, UINT32_MAX, [&](Chunk chunk, uint32_t head, unsigned char* entry) {
-          const SlotIndex slot = load_slot(p.read_indices, p.index_words, p.read_stride, chunk.seq);
-          // The chain of a padding sequence has cleared its output, and leaves no states.
-          if (!is_slot(slot, p.index_words, p.num_slots)) return;
-          Chunks{p, shared, head, q_head_of(head)}.make(chunk, entry, kSlabs);
-        });
   }
 };
 

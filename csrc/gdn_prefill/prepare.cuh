@@ -22,7 +22,8 @@ struct Prepare {
   ChunkGates* gates;
   float* system;   // [64, kPitch]: I + A without its diagonal
   float* inverse;  // [64, kPitch]
-  // In shared memory or global, [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and decayed q.k.
+  // In shared memory or global, [64, 64] bfloat16, swizzled: (I + A)^-1 - I, and decayed q.k. P
+  // may be of fragments instead, see `invert`.
   unsigned char *T, *P;
 };
 
@@ -74,16 +75,25 @@ __device__ __forceinline__ void store_system(const Prepare& x, uint32_t row, uin
   }
 }
 
+template <bool kAsFragments>
 __device__ __forceinline__ void store_pairs(const Prepare& x, uint32_t row, uint32_t column,
                                             const float (&sum)[2][4]) {
+  uint32_t words[4];
 #pragma unroll
   for (int idx = 0; idx < 4; ++idx) {
     const int half = idx / 2, i = idx % 2;
     const Pair at = pair_of(x, row, column, half, i);
     const float first = at.s <= at.t ? sum[half][2 * i] * at.decay[0] : 0.0f;
     const float second = at.s + 1 <= at.t ? sum[half][2 * i + 1] * at.decay[1] : 0.0f;
-    *reinterpret_cast<uint32_t*>(x.P + swizzle<kPairBytes>(at.t, at.s / 8) + at.s % 8 * 2) =
-        ptx::to_bf16x2(first, second);
+    words[2 * i + half] = ptx::to_bf16x2(first, second);
+    if constexpr (!kAsFragments) {
+      *reinterpret_cast<uint32_t*>(x.P + swizzle<kPairBytes>(at.t, at.s / 8) + at.s % 8 * 2) =
+          words[2 * i + half];
+    }
+  }
+  if constexpr (kAsFragments) {
+    *fragment_at(x.P, row / 16 * (kChunk / 16) + column / 16) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -129,6 +139,7 @@ __device__ __forceinline__ void multiply_system(const Prepare& x) {
 
 // P = tril(2^(decay_t - decay_s) q_t.k_s), by the upper 4 warps: two make the three tiles of a
 // 32 x 32 block on the diagonal, two make a row of two tiles each of the block below, one twice.
+template <bool kAsFragments>
 __device__ __forceinline__ void multiply_pairs(const Prepare& x) {
   const uint32_t warp = prepare_warp() % 4;
   const bool is_below = warp >= 2;
@@ -150,9 +161,9 @@ __device__ __forceinline__ void multiply_pairs(const Prepare& x) {
       ptx::mma_bf16(sum[i][1], a[(i + 1) / 2], right[2], right[3]);
     }
   }
-  store_pairs(x, first, column, sum[0]);
-  store_pairs(x, second, column, sum[1]);
-  store_pairs(x, second, column + 16, sum[2]);
+  store_pairs<kAsFragments>(x, first, column, sum[0]);
+  store_pairs<kAsFragments>(x, second, column, sum[1]);
+  store_pairs<kAsFragments>(x, second, column + 16, sum[2]);
 }
 
 // The inverses of the 16 x 16 blocks on the diagonal: warp w that of block w, a lane a column, by
@@ -243,7 +254,9 @@ __device__ __forceinline__ void invert_corner(const Prepare& x, uint32_t begin, 
 // Fills P and `inverse`, but for the lower left block of 32 x 32 and what is above the diagonal,
 // and lowers `first_bad` to the first token whose row of A is not finite. All 8 warps call it,
 // after a barrier that makes its inputs visible, and it ends with one; `gates` are as they stay.
-// Tiles of 16 x 16 of P above the diagonal are left as they are.
+// Tiles of 16 x 16 of P above the diagonal are left as they are. `kAsFragments`: P as right
+// operands with a column for each token, [16 tokens][16 earlier ones].
+template <bool kAsFragments = false>
 __device__ __forceinline__ void invert(const Prepare& x) {
   const uint32_t warp = prepare_warp(), lane = threadIdx.x % kWarpSize;
   multiply_system(x);
@@ -267,7 +280,7 @@ __device__ __forceinline__ void invert(const Prepare& x) {
       *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       *reinterpret_cast<float4*>(to + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    multiply_pairs(x);
+    multiply_pairs<kAsFragments>(x);
   }
   ptx::barrier_sync(kPrepareBarrier, kPrepareThreads);
 }

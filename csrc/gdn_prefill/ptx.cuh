@@ -101,15 +101,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
   return x;
 }
 
-// "fence.acq_rel": what this thread has written, or seen written, before is visible to whoever sees
-// what it writes behind.
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-// "red" that orders nothing.
-__device__ __forceinline__ void add(uint32_t* word, uint32_t x) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
-}
-
 // Until another block has made it at least `least`.
 __device__ __forceinline__ void wait_at_least(const uint32_t* word, uint32_t least) {
   while (load_acquire(word) < least) {

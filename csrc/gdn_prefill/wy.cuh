@@ -3,6 +3,7 @@
 //
 //     U  = T diag(beta) V - (T diag(beta d) K) S^T        d: decays from the chunk's start
 //     S' = d_all S + (diag(d_rest) U)^T K
+//     O  = scale (d Q S^T + P U)                          off the chain
 //
 // The identity is left out of T and added in float32. What is left in the workspace are operands
 // and results of those products as a lane holds them, so that nothing has to pass through shared
@@ -24,22 +25,20 @@ namespace fastkernels::gdn_prefill {
 //
 //     keys     -T diag(beta d) K, right operands: [16 tokens each][16 channels of K each]
 //     columns  K, right operands with a column for each channel: [16 channels][16 tokens]
+//     pairs    P, right operands: [16 tokens][16 tokens up to these]
+//     gates    ChunkGates
+//     queries  Q, right operands: [16 tokens][16 channels]
 //     values   (T diag(beta) V)^T, as results: [16 rows of V][16 tokens]
-//     states   of the chunk's start, left operands: [16 rows of V][16 channels]; by the chain
-//     updates  U^T, left operands: [16 rows of V][16 tokens]; by the chain
-//     P, gates as `Prepare` has them
-//     is_made, slabs_left: 1 once all but states and updates is there; how many blocks of the
-//              chain have left theirs
+//     is_made  1 once all of it is there
 constexpr int kWyKeys = 0;
 constexpr int kWyColumns = kWyKeys + 4 * 8 * kFragmentBytes;
-constexpr int kWyValues = kWyColumns + 8 * 4 * kFragmentBytes;
-constexpr int kWyStates = kWyValues + 8 * 4 * kFragmentBytes;
-constexpr int kWyUpdates = kWyStates + 8 * 8 * kFragmentBytes;
-constexpr int kWyP = kWyUpdates + 8 * 4 * kFragmentBytes;
-constexpr int kWyGates = kWyP + kPairsBytes;
-constexpr int kWyFlags = (kWyGates + kGatesPieces * 16 + 127) / 128 * 128;
+constexpr int kWyPairs = kWyColumns + 8 * 4 * kFragmentBytes;
+constexpr int kWyGates = kWyPairs + 4 * 4 * kFragmentBytes;
+constexpr int kWyQueries = (kWyGates + kGatesPieces * 16 + 127) / 128 * 128;
+constexpr int kWyValues = kWyQueries + 4 * 8 * kFragmentBytes;
+constexpr int kWyFlags = kWyValues + 8 * 4 * kFragmentBytes;
 constexpr int kWyBytes = kWyFlags + 128;
-static_assert(kWyBytes == 107776, "kernels/__init__.py has the same number");
+static_assert(kWyBytes == 75008, "kernels/__init__.py has the same number");
 
 __device__ __forceinline__ unsigned char* find_wy(const Params& p, int64_t number, uint32_t head) {
   return static_cast<unsigned char*>(p.workspace) + (number * p.num_v_heads + head) * kWyBytes;
@@ -53,16 +52,11 @@ __device__ __forceinline__ int64_t num_numbers(const Params& p) {
 __device__ __forceinline__ uint32_t* is_made(unsigned char* entry) {
   return reinterpret_cast<uint32_t*>(entry + kWyFlags);
 }
-__device__ __forceinline__ uint32_t* slabs_left(unsigned char* entry) { return is_made(entry) + 1; }
 
-// Behind the first entry's words: what is handed out to blocks next.
-constexpr int kWyQueue = 4, kWyQueueWords = 4;
+// Behind the first entry's flag: what is handed out to blocks next.
+constexpr int kWyQueue = 4, kWyQueueWords = 3;
 __device__ __forceinline__ uint32_t* wy_queue(const Params& p) {
   return is_made(find_wy(p, 0, 0)) + kWyQueue;
-}
-
-__device__ __forceinline__ uint4* fragment_at(unsigned char* fragments, uint32_t idx) {
-  return reinterpret_cast<uint4*>(fragments + idx * kFragmentBytes) + threadIdx.x % kWarpSize;
 }
 
 // ---- one chunk, by 8 warps ----------------------------------------------------------------------
@@ -130,6 +124,18 @@ __device__ __forceinline__ void scale_inverse(const Prepare& x, unsigned char* t
 __device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) {
   return __uint_as_float(word & 0xffff0000u);
+}
+
+// `queries`, four fragments a warp.
+__device__ __forceinline__ void copy_queries(const unsigned char* q_tile, unsigned char* entry) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t idx = 4 * prepare_warp() + i;
+    uint32_t b[4];
+    ptx::load_matrices(
+        b, fragment_b<kKeyBytes>(ptx::shared_address(q_tile), idx / 8 * 16, idx % 8 * 2));
+    *fragment_at(entry + kWyQueries, idx) = make_uint4(b[0], b[1], b[2], b[3]);
+  }
 }
 
 // `keys` and `columns` of 16 channels, those of this warp.
@@ -268,8 +274,9 @@ __device__ __forceinline__ void make_wy(const Params& p, uint32_t head, Chunk ch
                   reinterpret_cast<float*>(shared + kMakerSystem),
                   reinterpret_cast<float*>(shared + kMakerInverse),
                   nullptr,
-                  entry + kWyP};
-  invert(x);
+                  entry + kWyPairs};
+  copy_queries(shared + kMakerQ, entry);
+  invert<true>(x);
   unsigned char* scaled = shared + kMakerScaled;
   scale_inverse(x, scaled);
   if (thread < kGatesPieces) {

@@ -565,7 +565,10 @@ def test_pipeline_machine_code(rows: int, variant: str, arch: str, tmp_path: Pat
     assert any("ACQBULK" in code for _, code in lines)
     first, last = (
         next(i for i, (_, code) in enumerate(lines) if word in code and number in code)
-        for word, number in (("USETMAXREG.TRY_ALLOC", "0xc8"), ("USETMAXREG.DEALLOC", "0x80"))
+        for word, number in (
+            ("USETMAXREG.TRY_ALLOC", "0x88" if rows == 16 else "0x90"),
+            ("USETMAXREG.DEALLOC", "0x80"),
+        )
     )
     chain = [code for _, code in lines[first:last]]
     for word, count in {

@@ -63,10 +63,6 @@ inline uint32_t fetch_add(uint32_t* word, uint32_t x) {
 
 inline void add_release(uint32_t* word, uint32_t x) { fetch_add(word, x); }
 
-inline void add(uint32_t* word, uint32_t x) { fetch_add(word, x); }
-
-inline void fence_gpu() {}
-
 inline uint32_t load_acquire(const uint32_t* word) {
   emulator::Yield();
   return *static_cast<const volatile uint32_t*>(word);

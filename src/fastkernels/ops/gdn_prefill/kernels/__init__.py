@@ -215,10 +215,13 @@ class ChunkPipeline:
         if self.rows_per_block not in (16, 32):
             raise ValueError(f"knob 'rows_per_block' is {self.rows_per_block}, expected 16 or 32")
 
-    @staticmethod
-    def shared_bytes(variant: str) -> int:
+    def shared_bytes(self, variant: str) -> int:
+        if variant == "clear":
+            return 0
+        inputs = KEYS_BYTES + PAIRS_BYTES + GATES_BYTES  # of a chunk, three of them
+        exchange = -(-(1024 * self.rows_per_block + 1024 + 96 + 4) // 128) * 128
         sequences = 256  # whose lengths are ranked
-        return 0 if variant == "clear" else MAKER_BYTES + 3 * 4 * sequences + 64
+        return max(MAKER_BYTES, exchange + 3 * inputs + 128) + 3 * 4 * sequences + 64
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,7 @@ LEFT_BYTES = 49664
 csrc/gdn_prefill/states.cuh."""
 
 
-WY_BYTES = 107776
+WY_BYTES = 75008
 """Of a chunk and value head in the workspace of `chunk_pipeline`: `kWyBytes` of
 csrc/gdn_prefill/wy.cuh."""
 
