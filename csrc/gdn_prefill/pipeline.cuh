@@ -25,8 +25,7 @@ constexpr int kPipelineThreads = 256;
 // from 32 w on of the state. Warps 4 to 7 make the output, 16 tokens each, a chunk behind at most,
 // and bring what both want. Of an entry
 //
-//     keys, values    go to registers of state warps, as soon as those of the chunk before have
-//     been
+//     keys, values    go to registers of state warps, as soon as those of the chunk before are
 //                     read; queries in the same way to registers of output warps
 //     columns, pairs  and gates go through shared memory, `kStages` chunks of them. Not to
 //                     registers, too: the compiler waits for all loads that are on their way at

@@ -62,8 +62,7 @@ __device__ __forceinline__ uint32_t made_here(uint32_t x) {
   return x;
 }
 
-// ---- registers ("setmaxnreg", sm_90a and sm_100a)
-// ------------------------------------------------
+// ---- registers ("setmaxnreg", of sm_90a and sm_100a) --------------------------------------------
 
 // All warps of a warp group together, before they use more than they had; waits until the block's
 // others have given up as many.

@@ -169,7 +169,7 @@ def measure(
     raised: nothing after it would mean anything.
 
     Nothing is recorded afterwards, until the next time: drawing and judging launch thousands of
-    small kernels, and a record of each made those of gdn_prefill's oracle 60 times slower.
+    small kernels, and with a record of each a step of gdn_prefill's oracle took 24 ms, not 1.
     """
     records.resume()
     try:

@@ -297,8 +297,7 @@ def _cost(grid: Grid, node: _Node, halves: Sequence[Segment]) -> float:
 
 
 def _is_defended(grid: Grid, leaf: _Node, segments: Sequence[Segment]) -> bool:
-    """Whether some other box's candidate would be slower here by more than the spread, or was not
-    measured here while something was that is."""
+    """Whether some other box's candidate is slower here by more than the spread."""
     assert leaf.box is not None
     found = _rival(grid, leaf.box.segment, {segment.candidate for segment in segments})
     return found is not None and found.spreads > 1
